@@ -1,9 +1,8 @@
-"""Which addresses can be used at all, which stay on this machine, since those need no keys, which
-one peers reach, which port is taken where none is given, and how an object store is named.
+"""Addresses: which are valid, which stay on this machine (those need no keys), which one peers can
+reach, which port is used if none is given, and how object stores are named.
 
-The rule for ports: who listens itself binds port 0 and reads what the system gave. A port that
-another process is to listen at is that of a `bound_socket`, kept open where that process can bind
-beside it.
+The rule for ports: a process that listens itself binds port 0 and reads the port it got. A port for
+another process is that of a `bound_socket`, which stays open if that process can bind beside it.
 """
 
 import ipaddress
@@ -29,14 +28,11 @@ STORES = {
     "hf": "hf://buckets/USER/BUCKET/FOLDER",
     "file": "file:///FOLDER",
 }
-"""What a folder in an object store may look like, by its scheme."""
+"""Forms of a folder in an object store, by scheme."""
 
 
 def require_places(url: str, *, needs_port: bool) -> None:
-    """
-    Raises:
-        ValueError: a host is missing, or a port is no number from 0 to LARGEST_PORT.
-    """
+    """Raise ValueError if a host is missing, or a port is not a number from 0 to LARGEST_PORT."""
     for host, port in places_of(url):
         if not host or set(host) & set("@* "):
             raise ValueError(f"was {url!r}; it must look like {_form(url, needs_port)}")
@@ -77,18 +73,18 @@ def host_of(url: str) -> str:
 
 
 def port_of(url: str) -> int:
-    """The port of scheme://host:port; 0 where it is to be picked."""
+    """The port of scheme://host:port; 0 if it is yet to be picked."""
     return int(url.rpartition(":")[2])
 
 
 def url_host(host: str) -> str:
-    """A host as a URL has it: an IPv6 address in brackets."""
+    """The host as written in a URL: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """That of the address; of a name IPv6 only where it has no address of IPv4. Waits for the name
-    to be resolved."""
+    """The family of the address; for a name IPv6 only if it has no IPv4 address. Waits until the
+    name is resolved."""
     with suppress(ValueError):
         is_6 = host != "localhost" and ipaddress.ip_address(host).version == 6
         return socket.AF_INET6 if is_6 else socket.AF_INET
@@ -163,10 +159,7 @@ def lacks_keys(setting: str, url: str, keys: Path | None) -> str:
 
 
 def _as_store(url: str) -> str:
-    """
-    Raises:
-        ValueError: it names no folder of a store, or has a password or a query in it.
-    """
+    """Raise ValueError if it is not a folder of a store, or contains a password or a query."""
     scheme, separator, path = url.partition("://")
     if not (separator and scheme in STORES and path.strip("/")):
         close = STORES.get(nearest(scheme, STORES, likeness=0.5) or "") if separator else None
@@ -190,7 +183,7 @@ def _as_store(url: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """Without its query, which may hold keys."""
+    """The URL without its query, which may hold keys."""
     return repr(url.partition("?")[0])
 
 

@@ -1,4 +1,4 @@
-"""`buffer`: where trajectory groups wait, and how old they may become."""
+"""`buffer`: where trajectory groups wait, and how stale they may become."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,14 +30,14 @@ SHORTEST_LEASE_S = 1.0
 
 
 class SteeredStaleness(Section):
-    """A bound on staleness that follows the effective sample size."""
+    """A staleness bound that follows the effective sample size."""
 
     min: Versions
-    """The bound at first, and the lowest."""
+    """The initial and lowest bound."""
     max: Versions
-    """The highest; no older token is trained."""
+    """The highest bound; staler tokens are never trained."""
     ess: Annotated[float, Field(gt=0, lt=1)] = 0.98
-    """The bound falls where the effective sample size is below this."""
+    """The bound falls while the effective sample size is below this."""
 
     def contradictions(self) -> Iterator[str]:
         if self.min > self.max:
@@ -59,35 +59,34 @@ class BufferSettings(Section):
     """Where groups wait between generators and learner."""
 
     url: str = "zmq://127.0.0.1:0"
-    """zmq://host:port, where port 0 lets a launch pick one; redis://user@host, rediss://,
-    redis+sentinel://host,host/service, redis+cluster://host,host, rediss+cluster://; or memory://.
-    """
+    """zmq://host:port (port 0: the launch picks one); redis://user@host, rediss://,
+    redis+sentinel://host,host/service, redis+cluster://host,host, rediss+cluster://; or
+    memory://."""
     password_file: Path | None = None
-    """Password of redis://, unless STREAMRL_REDIS_PASSWORD has it."""
+    """File with the Redis password; STREAMRL_REDIS_PASSWORD takes precedence."""
     max_staleness: MaxStaleness = 2
-    """Versions that a group may be behind when it is trained; 0 is the synchronous algorithm. A
-    record lets the learner steer it."""
+    """Most versions that a group may be behind when it is trained; 0: the synchronous algorithm. A
+    record {min, max, ess} lets the learner steer the bound."""
     overdue: Literal["wait", "train", "drop"] = "wait"
-    """Groups that others have overtaken until they are due: the learner waits for them, trains them
-    late, beyond `max_staleness`, or drops them."""
+    """What happens to groups that are not finished when they are due: the learner waits for them,
+    trains them late (beyond `max_staleness`), or drops them."""
     lease_ttl_s: Seconds = 30.0
-    """A generator without a heartbeat for so long (at least 1 s) loses its leases."""
+    """Seconds without a heartbeat (at least 1) after which a generator loses its leases."""
     max_group_bytes: Positive = 64 * 2**20
-    """Largest group; Redis takes 512 MiB at most by default."""
+    """Largest group in bytes; Redis accepts 512 MiB at most by default."""
     deadline_s: Seconds = 60.0
-    """How long a client retries a call before it fails."""
+    """Seconds for which a client retries a call before it fails."""
     journal: bool = True
-    """Whether zmq:// keeps its state in buffer/ of the run's folder."""
+    """Whether zmq:// keeps its state in buffer/ of the run folder."""
     durability: Literal["process", "machine"] = "process"
-    """What the journal survives: a killed buffer, or a power failure too, by waiting for the disk.
-    """
+    """What the journal survives: a killed buffer, or also a power failure (waits for the disk)."""
     record: bool = False
-    """Keep what was trained in record/ of the run's folder, for `streamrl replay`."""
+    """Keep the trained groups in record/ of the run folder, for `streamrl replay`."""
     record_max_bytes: Positive = 10 * 2**30
-    """Of record/; the oldest steps go first."""
+    """Most bytes of record/; the oldest steps are deleted first."""
     curve: Path | None = None
-    """Folder of keys (`streamrl keys new`), which zmq:// and `weights.address` need off loopback.
-    """
+    """Folder with keys (`streamrl keys new`), required by zmq:// and `weights.address` on addresses
+    other than loopback."""
 
     _password: SecretStr = PrivateAttr(default=SecretStr(""))
 
@@ -131,42 +130,36 @@ class BufferSettings(Section):
 
     @property
     def is_steered(self) -> bool:
-        """Whether the learner steers the bound on staleness."""
+        """Whether the learner steers the staleness bound."""
         return isinstance(self.max_staleness, SteeredStaleness)
 
     @property
     def largest_staleness(self) -> int:
-        """In versions: no token that is trained is older, whether the bound is steered or not."""
+        """The largest staleness of any trained token, in versions, steered or not."""
         bound = self.max_staleness
         return bound.max if isinstance(bound, SteeredStaleness) else bound
 
     @property
     def smallest_staleness(self) -> int:
-        """In versions, the lowest that the bound may be: the largest one unless it is steered."""
+        """The lowest possible bound, in versions; equal to the largest unless it is steered."""
         bound = self.max_staleness
         return bound.min if isinstance(bound, SteeredStaleness) else bound
 
     @property
     def password_of_url(self) -> str:
-        """The one that `url` was given with; "" if it had none."""
+        """The password that `url` was given with; "" if there was none."""
         return self._password.get_secret_value()
 
     @property
     def password(self) -> str:
-        """The one that `url` was given with, or else of the environment or the file; "" if none.
-
-        Raises:
-            ConfigError: the file cannot be used.
-        """
+        """The password from `url`, otherwise from the environment or the file; "" if there is none.
+        Raises ConfigError if the file cannot be used."""
         return self.password_of_url or read_password(self.password_file)
 
     @property
     def secret_url(self) -> str:
-        """`url` with its password: for a connection, and for nothing that is printed or written.
-
-        Raises:
-            ConfigError: `url` was written without its password, and there is none elsewhere.
-        """
+        """`url` with its password: only for connections, never to be printed or written. Raises
+        ConfigError if `url` was written without its password and there is none elsewhere."""
         if password := self.password:
             return with_password(self.url, password)
         if f":{HIDDEN}@" in self.url:
@@ -178,7 +171,7 @@ class BufferSettings(Section):
 
     @property
     def binds_url(self) -> bool:
-        """Whether the buffer daemon listens at `url`; else Redis tells where it does."""
+        """Whether the buffer daemon listens at `url` itself; otherwise its address is in Redis."""
         return self.url.startswith("zmq://")
 
 

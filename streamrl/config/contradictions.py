@@ -1,8 +1,8 @@
 """Contradictions between the sections of a configuration.
 
-A new one is a few lines in the function of its subject, which yields a sentence that names both
-settings, where `$section.key` stands for the name of a setting and its value. `RunConfig` asks for
-all of them, so a person reads every sentence at once.
+A new one is a few lines in the function of its subject: yield a sentence that names both settings;
+`$section.key` becomes the setting's name and value. `RunConfig` collects all sentences, so a user
+reads them at once.
 """
 
 import re
@@ -27,13 +27,13 @@ _OURS_OF_ENGINES = {
         {"model_path", "host", "port", "enable_metrics", "skip_tokenizer_init", "random_seed"}
     ),
 }
-"""Arguments of engines that correctness needs as they are."""
+"""Arguments of engines that may not be changed, for correctness."""
 _COMPARE_SIBLINGS = (
     *("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "opob"),
     *("otb", "maxrl", "gdpo", "gigpo"),
 )
 _READ_THE_MEAN = {"rae": "compares them with that of their role", "maxrl": "divides them by it"}
-"""Advantages to which a mean that is taken away says what its place is in others."""
+"""Advantages for which rewards must not be centered before, since the mean carries information."""
 _SHAPING = (
     *("agentic", "clip", "format_penalty", "length"),
     *("norm_mean", "norm_std", "truncated", "whiten"),
@@ -41,11 +41,8 @@ _SHAPING = (
 
 
 def contradictions(c: "RunConfig") -> Iterator[str]:
-    """A sentence for each, subject by subject.
-
-    Raises:
-        ValidationError: `validation.generator`, or `data` of an environment, is refused by itself.
-    """
+    """A sentence for each contradiction, by subject. Raises ValidationError if
+    `validation.generator`, or `data` of an environment, is itself refused."""
     subjects = (
         *(_of_lengths, _of_groups, _of_what_is_recorded, _of_weights, _of_engines, _of_passes),
         *(_of_learner, _of_rewards, _of_critic, _of_episodes),
@@ -115,7 +112,7 @@ def _of_groups(c: "RunConfig") -> Iterator[str]:
 
 
 def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:
-    """Of tokens, beside their log-probabilities."""
+    """Records of tokens, besides their log-probabilities."""
     generator, algorithm = c.generator, c.algorithm
     if generator.keep_sampling_mask and not generator.top_k:
         yield """generator.keep_sampling_mask records the tokens that each token was sampled among,
@@ -221,7 +218,7 @@ def _of_sglang(place: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_passes(c: "RunConfig") -> Iterator[str]:
-    """Settings of a pass that is not made."""
+    """Settings of a pass that does not take place."""
     limits, algorithm = c.learner.max_tokens_per_forward_pass, c.algorithm
     if limits.proximal is not None and not c.needs_policy_pass:
         yield """$learner.max_tokens_per_forward_pass.proximal has no pass: with these settings the

@@ -1,4 +1,4 @@
-"""`data`: prompts, how they are rendered, and the reward of a response."""
+"""`data`: prompts, how they are rendered, and how responses are rewarded."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +11,16 @@ from streamrl.user_code import is_user_code
 
 
 class CurriculumSettings(Section):
-    """Rows within an epoch are ordered by a column."""
+    """Order of the rows within an epoch by a column."""
 
     column: str = "difficulty"
-    """Column of a number; a dot reaches into a record."""
+    """Numeric column; a dot reaches into a record."""
     order: Literal["ascending", "descending"] = "ascending"
-    """Small numbers first, or large ones."""
+    """Small or large numbers first."""
     window: Probability = 0.1
-    """How far chance moves a row, in parts of all; 0 sorts strictly."""
+    """How far chance may move a row, as a fraction of all rows; 0: strict order."""
     num_epochs: Positive = 1
-    """Epochs in this order; later ones follow `data.shuffle`."""
+    """Number of epochs in this order; later ones follow `data.shuffle`."""
 
 
 # Metrics of all rewards together have these names.
@@ -28,33 +28,33 @@ _TAKEN = frozenset({"mean", "std", "min", "max", "groups_alike_frac"})
 
 
 class RewardSettings(Section):
-    """One of several rewards; a string is its `reward` alone."""
+    """One of several rewards; a plain string sets `reward`."""
 
     short_for = "reward"
 
     reward: str
-    """A built-in one, or PATH.py:NAME."""
+    """A built-in reward, or PATH.py:NAME."""
     name: Annotated[str, Field(pattern=r"^[\w.-]{0,64}$")] = ""
-    """In metrics, as `reward/NAME`, and errors; empty: that of the reward."""
+    """Name in metrics (`reward/NAME`) and errors; empty: the name of the reward."""
     weight: float = 1.0
-    """Factor in the sum; 0 records it without training on it."""
+    """Weight in the sum; 0: recorded but not trained."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the reward."""
     data_source: tuple[str, ...] = ()
-    """Values of `data.data_source_key` whose rows it scores; empty: all."""
+    """Values of `data.data_source_key` whose rows it scores; empty: all rows."""
     timeout_s: Seconds = 300.0
-    """Of one call; beyond it the group fails."""
+    """Seconds that one call may take; then the group fails."""
     max_concurrent: Positive | None = None
-    """Calls at a time. Null: 64, or the machine's cores in processes."""
+    """Most calls at a time. Null: 64, or the number of cores for calls in processes."""
     retries: NotNegative | None = None
-    """Further tries of a failed call. Null: 3 behind a URL, else 0."""
+    """Retries of a failed call. Null: 3 for a reward behind a URL, otherwise 0."""
     isolation: Literal["thread", "process"] | None = None
-    """Where a function that is not async runs; a process can be ended when it hangs. Null:
-    `process` for `math`, else `thread`."""
+    """Where a function that is not async runs; a process can be killed when it hangs. Null: process
+    for `math`, otherwise thread."""
 
     @property
     def label(self) -> str:
-        """What it is called in metrics and errors."""
+        """The name in metrics and errors."""
         derived = self.reward.rpartition(":")[2] if is_user_code(self.reward) else self.reward
         return self.name or derived
 
@@ -63,9 +63,9 @@ class MessageTemplate(Section):
     """One chat message of a prompt."""
 
     role: str
-    """Such as system or user."""
+    """The message's role, such as system or user."""
     content: str
-    """Jinja, with the row's columns."""
+    """Jinja template of the text, with the row's columns."""
 
 
 def _form(value: Any) -> str:
@@ -82,32 +82,33 @@ _WEIGHT = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class SourceSettings(Section):
-    """One of several sources of prompts; a string is its `path` alone."""
+    """One of several prompt sources; a plain string sets `path`."""
 
     short_for = "path"
 
     path: str
-    """What `data.source` names as text."""
+    """The source, as in `data.source`."""
     weight: _WEIGHT | None = None
-    """Share of the prompts; if none has one, the rows of all are one file."""
+    """Share of the prompts; if no source has a weight, their rows are read like one file."""
     name: str = ""
-    """Put into column `data.data_source_key`; empty: what stands there, else the file's name."""
+    """Value for the column `data.data_source_key`; empty: the row's own value, otherwise the file
+    name."""
     subset: str | None = None
-    """Configuration of a data set of the hub."""
+    """Configuration of a hub data set."""
     split: str | None = None
-    """Of a data set of the hub, or a folder with several."""
+    """Split of a hub data set, or of a folder with several."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """As `data.source_kwargs`."""
+    """Arguments, as in `data.source_kwargs`."""
     prompt_key: str | None = None
-    """Null: that of `data`."""
+    """Null: as in `data`."""
     answer_key: str | None = None
-    """Null: that of `data`."""
+    """Null: as in `data`."""
     prompt_template: PromptTemplate | None = None
-    """Null: that of `data`."""
+    """Null: as in `data`."""
 
 
 def _as_list(value: Any) -> Any:
-    """One record is a list of one."""
+    """Treat a single record as a list of one."""
     if isinstance(value, list | tuple) and not value:
         raise ValueError("is an empty list; name at least one source")
     return [value] if isinstance(value, dict) else value
@@ -121,61 +122,63 @@ Sources = Annotated[
 
 
 class DataSettings(Section):
-    """Prompts, how they are rendered, and what scores the responses."""
+    """Prompts, how they are rendered, and how responses are rewarded."""
 
     source: Sources
-    """A file, a pattern or a folder, datasets:NAME of the hub, a task, reasoning_gym:NAME,
+    """A file, pattern or folder, datasets:NAME of the hub, a task, reasoning_gym:NAME,
     PATH.py:NAME, or `environment` (docs/data.md); or a list of these or of records."""
     source_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a task, of reasoning_gym or of PATH.py:NAME."""
     eval_source: Sources | None = None
-    """Held-out prompts, likewise; a task without one holds out prompts of its own."""
+    """Source of held-out prompts, likewise; a task has its own held-out prompts."""
     num_eval_prompts: Positive = 256
-    """Held-out prompts of each source that an evaluation uses."""
+    """Number of held-out prompts per source in an evaluation."""
     prompt_key: str = "prompt"
-    """Column of the prompt, text or chat messages; a dot reaches into a record or, with a number,
+    """Column with the prompt, text or chat messages; a dot reaches into a record or, with a number,
     into a list."""
     prompt_template: PromptTemplate | None = None
-    """Jinja that makes the prompt of a row's columns: text, or messages."""
+    """Jinja template that makes the prompt from the row's columns: text or messages."""
     answer_key: str | None = "answer"
-    """Column of the reference answer, such as reward_model.ground_truth; null for none."""
+    """Column with the reference answer, such as reward_model.ground_truth; null: none."""
     image_key: str | None = None
-    """Column with a row's image, or the list of them (docs/vision.md); <image> in the prompt is the
-    place of one."""
+    """Column with the row's image or list of images (docs/vision.md); each <image> in the prompt
+    stands for one."""
     video_key: str | None = None
-    """Column with the row's videos, each a list of such images, at <video>."""
+    """Column with the row's videos, each a list of images; each <video> in the prompt stands for
+    one."""
     chat_template: Literal["native", "none"] | Path = "native"
-    """`native`: the tokenizer's; `none`: the prompt as it stands; or a Jinja file."""
+    """Chat template; native: the tokenizer's; none: the prompt as it is; or a Jinja file."""
     tool_parser: str = "auto"
-    """How a completion writes tool calls: a name (docs/tools.md), or a response template in
-    PATH.json; `auto`: what fits the chat template."""
+    """Format of tool calls in completions: a name (docs/tools.md), or a response template in
+    PATH.json; auto: the one that matches the chat template."""
     tool_schemas: Literal["template", "system_message", "omit"] = "template"
-    """Where the policy reads which tools there are: in the chat template, in the system message, as
+    """Where the policy is told about its tools: by the chat template, in the system message as
     JSON, or nowhere."""
     system_prompt: str | None = None
-    """Before prompts that are text."""
+    """System message before prompts that are plain text."""
     max_prompt_length: Positive = 1024
     """Longest prompt, in tokens."""
     truncation: Literal["error", "left", "right", "drop", "filter"] = "error"
-    """Longer prompts: refuse, cut that side, drop when their turn comes, or filter at the start."""
+    """What to do with longer prompts: refuse them, cut the left or right side, drop them when their
+    turn comes, or filter them at the start."""
     filter_workers: Positive = 1
-    """Processes that filter."""
+    """Number of processes that filter."""
     shuffle: bool = True
-    """Whether files are read in a new seeded order each epoch."""
+    """Whether files are read in a new random order each epoch, by `run.seed`."""
     changed: Literal["refuse", "allow"] = "refuse"
-    """Where the rows have changed on `--resume`: refuse, or begin an epoch of them."""
+    """If the rows have changed at `--resume`: refuse, or begin an epoch with them."""
     first_prompt_index: NotNegative = 0
-    """Where the rows begin; set by a launch whose rows have changed."""
+    """Index of the first row; set by a launch whose rows have changed."""
     curriculum: CurriculumSettings | None = None
-    """Easy rows first; null for none."""
+    """Order of the rows, such as easy ones first; null: none."""
     reward: str = "exact_match"
     """A built-in reward, or PATH.py:NAME."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the reward."""
     rewards: tuple[RewardSettings, ...] = ()
-    """Several, whose weighted sum is the reward; instead of `reward`."""
+    """Several rewards, whose weighted sum is used instead of `reward`."""
     data_source_key: str = "data_source"
-    """Column that says which of the `rewards` score a row."""
+    """Column that decides which of the `rewards` score a row."""
 
     @property
     def sources(self) -> tuple[SourceSettings, ...]:

@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 
 class EnvironmentSettings(Section):
-    """One of several environments, mixed by weight."""
+    """One of several environments, which are mixed by weight."""
 
     name: Annotated[str, Field(min_length=1)]
-    """Its tag in metrics, samples and reward normalization."""
+    """Name of the environment in metrics, samples and reward normalization."""
     environment: str
-    """As `generator.environment`."""
+    """The environment, as in `generator.environment`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the environment."""
     weight: PositiveNumber = 1.0
     """Share of the prompts, relative to the other entries."""
     group_size: Positive | None = None
     """Episodes per prompt; null: `generator.group_size`."""
     max_trajectories: Positive | None = None
-    """Most episodes of it among `learner.groups_per_step` consecutive prompts."""
+    """Most episodes of this environment among `learner.groups_per_step` consecutive prompts."""
     reward: str | None = None
     """Null: `data.reward`."""
     reward_kwargs: dict[str, Any] | None = None
-    """Null: none, or `data.reward_kwargs` where reward is null, too."""
+    """Null: none, or `data.reward_kwargs` if `reward` is null too."""
     data: Annotated[dict[str, Any], SomeOf(DataSettings)] = Field(default_factory=dict)
-    """Settings of its prompts other than those of `data`."""
+    """Settings of its prompts that differ from `data`."""
 
 
 # The renderer and the evaluation are one for all entries, and the reward has settings of its own.
@@ -72,30 +72,26 @@ class EnvironmentEntry:
     weight: float = 1.0
     max_trajectories: int | None = None
     place: str = ""
-    """Of its settings, such as "environments.0."; "" for the one that `generator` names."""
+    """Prefix of its settings, such as "environments.0."; "" for the environment of `generator`."""
 
     @property
     def setting(self) -> str:
-        """That names the environment."""
+        """The setting that names the environment."""
         return f"{self.place or 'generator.'}environment"
 
     @property
     def kwargs_setting(self) -> str:
-        """That has its arguments."""
+        """The setting that has its arguments."""
         return f"{self.place}kwargs" if self.place else "generator.environment_kwargs"
 
     @property
     def max_groups(self) -> int | None:
-        """Prompts that it plays at most among `learner.groups_per_step` consecutive ones."""
+        """Most prompts that it plays among `learner.groups_per_step` consecutive ones."""
         return None if self.max_trajectories is None else self.max_trajectories // self.group_size
 
 
 def entries_of(config: "RunConfig") -> tuple[EnvironmentEntry, ...]:
-    """The entries in their order.
-
-    Raises:
-        ValidationError: `data` of an entry is refused.
-    """
+    """The entries in order. Raises ValidationError if `data` of an entry is refused."""
     if config.environments:
         return tuple(_entry(config, i, entry) for i, entry in enumerate(config.environments))
     generator = config.generator
@@ -123,7 +119,8 @@ def _entry(config: "RunConfig", index: int, settings: EnvironmentSettings) -> En
 
 
 def _data(data: DataSettings, index: int, settings: EnvironmentSettings) -> DataSettings:
-    """The run's `data` with what the entry sets, and without its rewards if the entry has own."""
+    """The run's `data` with the settings of the entry, and without its rewards if the entry has its
+    own."""
     values = data.model_dump(exclude_unset=True)
     if settings.reward is not None or "rewards" in settings.data:
         for name in ("reward", "reward_kwargs", "rewards"):
@@ -138,7 +135,7 @@ def _data(data: DataSettings, index: int, settings: EnvironmentSettings) -> Data
 
 
 _PromptSetting: TypeAlias = tuple[str, str]
-"""Its name, and its value as a person reads it."""
+"""The name of a setting, and its value in readable form."""
 
 # What a prompt's tokens are made of: of the run, of an entry, and of one of its sources.
 _MEASURED = ("max_prompt_length", "chat_template", "system_prompt")
@@ -147,7 +144,7 @@ _MEASURED_OF_SOURCE = ("prompt_key", "prompt_template")
 
 
 class SourceRows(Struct, frozen=True):
-    """The rows of one source, which `setting` names."""
+    """The rows of one source; `setting` is the setting that names it."""
 
     setting: str
     path: str
@@ -156,11 +153,8 @@ class SourceRows(Struct, frozen=True):
 
 
 def rows_of(config: "RunConfig") -> tuple[SourceRows, ...]:
-    """Of the sources that are sets of rows. Reads all of their files.
-
-    Raises:
-        ConfigError: one cannot be read.
-    """
+    """The rows of all sources that are data sets. Reads all of their files. Raises ConfigError if
+    one cannot be read."""
     return tuple(
         SourceRows(
             name,
@@ -175,7 +169,7 @@ def rows_of(config: "RunConfig") -> tuple[SourceRows, ...]:
 
 
 def reading_of(config: "RunConfig") -> str:
-    """A digest of the settings by which rows become prompts, whatever else is among them."""
+    """A digest of those settings that determine how rows become prompts."""
     settings = [
         entry.data.model_dump(mode="json", exclude={"first_prompt_index"})
         for entry in config.entries
@@ -184,13 +178,14 @@ def reading_of(config: "RunConfig") -> str:
 
 
 def first_difference(then: "RunConfig", now: "RunConfig") -> tuple[str, str, str] | None:
-    """The first setting by which the two have other prompts, and its values; None if none is."""
+    """The first setting that gives the two configurations different prompts, with its values; None
+    if there is none."""
     pairs = zip(_settings_of(then), _settings_of(now), strict=False)
     return next(((new[0], old[1], new[1]) for old, new in pairs if old[1] != new[1]), None)
 
 
 def _settings_of(config: "RunConfig") -> Iterator[_PromptSetting]:
-    """Those of two configurations stand beside each other up to the first that differs."""
+    """The lists of two configurations are comparable up to the first difference."""
     entries = config.entries
     yield "run.seed", str(config.run.seed)
     yield "environments", str(len(entries))
@@ -207,7 +202,7 @@ def _settings_of(config: "RunConfig") -> Iterator[_PromptSetting]:
 
 
 def _mixture(config: "RunConfig") -> Iterator[_PromptSetting]:
-    """Which entry plays a prompt."""
+    """Settings that decide which entry plays a prompt."""
     batch = config.learner.groups_per_step
     yield "learner.groups_per_step", str(batch)
     for entry in config.entries:
@@ -217,7 +212,7 @@ def _mixture(config: "RunConfig") -> Iterator[_PromptSetting]:
 
 
 def _sources(entry: EnvironmentEntry) -> Iterator[_PromptSetting]:
-    """The sets and streams of an entry, and how they are mixed."""
+    """The data sets and streams of an entry, and how they are mixed."""
     sources, name = entry.data.sources, f"{entry.place}data.source"
     paths = (source.path for source in sources)
     yield name, ", ".join(os.path.abspath(path) if Path(path).exists() else path for path in paths)
@@ -232,12 +227,12 @@ def _sources(entry: EnvironmentEntry) -> Iterator[_PromptSetting]:
 
 
 def _is_finite(data: DataSettings) -> bool:
-    """Whether one of its sources may be a set, which is read in an order."""
+    """Whether one of its sources may be a data set, whose rows are read in an order."""
     return any(has_rows(source.path) or is_user_code(source.path) for source in data.sources)
 
 
 def _filter(config: "RunConfig") -> Iterator[_PromptSetting]:
-    """Which rows are read; a truncation of another kind leaves all of them."""
+    """Settings that decide which rows are read; other kinds of truncation keep all of them."""
     is_filter = config.data.truncation == "filter"
     yield "data.truncation", "filter" if is_filter else "another than filter"
     if not is_filter:

@@ -33,19 +33,20 @@ from streamrl.user_code import check_user_code
 class ServerSettings(Section):
     section: ClassVar[str]
     ours: ClassVar[frozenset[str]]
-    """Fields that are no arguments of the engine."""
+    """Fields that are not arguments of the engine."""
     told: ClassVar[frozenset[str]]
-    """Arguments that are told here of a server elsewhere, too."""
+    """Arguments that also describe a server elsewhere."""
 
     url: str | tuple[str, ...] | None = None
-    """http://host:port of a server that is up, or a list of several; null: this generator starts
-    its own."""
+    """http://host:port of a running server, or a list of several; null: the generator starts its
+    own."""
     api_key_env: str | None = None
-    """Environment variable with the key of `url`."""
+    """Environment variable that holds the API key of `url`."""
     start_timeout_s: Seconds = 600.0
-    """Longest start of a server."""
+    """Longest time that a server may take to start, in seconds."""
     retry_timeout_s: Seconds = 30.0
-    """Without a connection for so long the generator ends; a busy server fails the request."""
+    """Seconds without a connection after which the generator ends; a busy server only fails the
+    request."""
 
     @field_validator("url")
     @classmethod
@@ -90,14 +91,14 @@ def _urls(url: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 class HfSettings(Section):
-    """Engine hf; `engine_kwargs` are the arguments of `from_pretrained`."""
+    """Engine hf; `engine_kwargs` are passed to `from_pretrained`."""
 
     recompute_kv: bool = False
-    """Compute the cache of requests in flight again at an update."""
+    """Recompute the KV cache of running requests after a weight update."""
 
 
 class SglangSettings(ServerSettings):
-    """Engine sglang: most names are its own, and null is its default."""
+    """Engine sglang: most names are SGLang's own, and null is its default."""
 
     section: ClassVar[str] = "generator.sglang"
     ours: ClassVar[frozenset[str]] = frozenset(
@@ -106,28 +107,29 @@ class SglangSettings(ServerSettings):
     told: ClassVar[frozenset[str]] = frozenset({"tp_size", "enable_deterministic_inference"})
 
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU."""
+    """Fraction of GPU memory for weights and KV cache; null: on a shared GPU as planned by the
+    launch."""
     tp_size: Positive = 1
-    """GPUs of one server."""
+    """GPUs per server."""
     attention_backend: str | None = None
-    """Attention kernels."""
+    """Attention backend."""
     chunked_prefill_size: Annotated[int, Field(ge=-1)] | None = None
-    """Tokens of a chunk of a long prompt; -1 cuts none."""
+    """Tokens per chunk of a long prompt; -1: no chunks."""
     load_format: str | None = None
-    """dummy starts from random weights."""
+    """How weights are loaded at start; dummy: random weights."""
     disable_cuda_graph: bool = False
-    """Slower, less memory."""
+    """No CUDA graphs: slower, less memory."""
     disable_radix_cache: bool = False
-    """Share no prefixes."""
+    """Do not share prefixes between requests."""
     enable_deterministic_inference: bool = False
-    """Batch-invariant kernels; else SGLang ignores seeds."""
+    """Batch-invariant kernels; without them SGLang ignores seeds."""
     pause_mode: Literal["keep", "abort"] = "keep"
-    """Requests in flight at an update go on, or begin anew."""
+    """At a weight update, running requests continue (keep) or start again."""
     recompute_kv: bool = True
-    """With keep: compute their KV cache again; else a server elsewhere needs
+    """With keep: recompute their KV cache; without it a server elsewhere needs
     --disable-overlap-schedule."""
     reach_host: str | None = None
-    """This machine's address as SGLang reaches it; null: found by the route."""
+    """Address at which SGLang reaches this machine; null: found from the route."""
 
     @property
     def keeps_old_kv(self) -> bool:
@@ -136,7 +138,7 @@ class SglangSettings(ServerSettings):
 
 
 class VllmSettings(ServerSettings):
-    """Engine vllm: most names are its own, and null is its default."""
+    """Engine vllm: most names are vLLM's own, and null is its default."""
 
     section: ClassVar[str] = "generator.vllm"
     ours: ClassVar[frozenset[str]] = frozenset(
@@ -145,25 +147,26 @@ class VllmSettings(ServerSettings):
     told: ClassVar[frozenset[str]] = frozenset({"tensor_parallel_size"})
 
     gpu_memory_utilization: Share | None = None
-    """Part of a GPU's memory for weights and KV cache; null: as the plan divides a shared GPU."""
+    """Fraction of GPU memory for weights and KV cache; null: on a shared GPU as planned by the
+    launch."""
     tensor_parallel_size: Positive = 1
-    """GPUs of one engine."""
+    """GPUs per engine."""
     max_num_batched_tokens: Positive | None = None
-    """Tokens of a step, prefill and decode."""
+    """Most tokens per engine step, prefill and decode together."""
     enable_chunked_prefill: bool | None = None
-    """Cut long prompts so that decoding goes on."""
+    """Split long prompts into chunks so that decoding continues."""
     enable_prefix_caching: bool = True
-    """Compute what prompts share once a version."""
+    """Compute shared prefixes of prompts once per weight version."""
     enforce_eager: bool | None = None
-    """Neither CUDA graphs nor compilation; null: on CPUs alone."""
+    """No CUDA graphs and no compilation; null: only on CPUs."""
     load_format: str = "auto"
-    """dummy starts from random weights."""
+    """How weights are loaded at start; dummy: random weights."""
     kv_cache_memory_bytes: Positive | None = None
-    """Null: from gpu_memory_utilization, or 512 MiB on CPUs."""
+    """Size of the KV cache in bytes; null: by gpu_memory_utilization, or 512 MiB on CPUs."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    """Requests in flight at an update go on, end first, or begin anew."""
+    """At a weight update, running requests continue (keep), finish first, or start again."""
     recompute_kv: bool = False
-    """With keep: compute their KV cache again."""
+    """With keep: recompute their KV cache."""
 
     @property
     def keeps_old_kv(self) -> bool:
@@ -185,28 +188,30 @@ _is_address = refuse_unless(_names_an_address, "it must be an IP address or loca
 
 
 class AgentSettings(Section):
-    """Agents of environment agent, which call the policy by API."""
+    """Agents of environment `agent`, which call the policy through an HTTP API."""
 
     function: Annotated[str, AfterValidator(check_user_code)] | None = None
-    """PATH.py:FUNCTION(task, base_url, api_key), called once an episode in the generator; returns
-    the reward, or nothing."""
+    """PATH.py:FUNCTION(task, base_url, api_key), called in the generator once per episode; returns
+    the reward or None."""
     command: Annotated[tuple[str, ...] | None, BeforeValidator(_split)] = None
-    """Command line, started once an episode, with the row's columns in braces. Without it and
-    `function`, agents ask for tasks."""
+    """Command line started once per episode, with columns of the row in braces. Without it and
+    without `function`, agents request tasks by themselves."""
     max_agents: Positive = 64
-    """Functions or commands at a time."""
+    """Functions or commands that run at a time."""
     host: Annotated[str, _is_address] = "127.0.0.1"
-    """Where the API listens; off loopback it needs a token."""
+    """Address the API listens on; other than loopback, it needs a token."""
     port: Annotated[int, Field(ge=0, le=LARGEST_PORT)] = 0
-    """Of a machine's first generator; others take the next ones. 0: any free one."""
+    """Port of the first generator of a machine; others take the following ones. 0: any free
+    port."""
     token_env: str | None = None
-    """Environment variable with the token that agents show."""
+    """Environment variable that holds the token of the agents."""
     silence_s: Seconds = 600.0
-    """An agent that asks for nothing for so long fails its group."""
+    """Seconds without a request after which an agent fails its group."""
     request_sampling: Literal["override", "refuse"] = "override"
-    """A request with another temperature, top_p or top_k is sampled with the run's, or refused."""
+    """For requests with another temperature, top_p or top_k: sample with the run's values, or
+    refuse."""
     max_request_bytes: Positive = 16 * 2**20
-    """Largest body of a request."""
+    """Largest request body, in bytes."""
 
     def contradictions(self) -> Iterator[str]:
         if self.function is not None and self.command is not None:
@@ -228,67 +233,67 @@ class AgentSettings(Section):
 
 
 class EpisodeSettings(Section):
-    """Limits of an episode, beside `group_deadline_s`."""
+    """Limits of an episode, in addition to `group_deadline_s`."""
 
     max_turns: Positive | None = None
-    """Completions, after which it ends as truncated."""
+    """Most completions; the episode then ends as truncated."""
     turn_deadline_s: Seconds | None = None
-    """A longer turn ends it as truncated; null: `group_deadline_s`."""
+    """Longest turn in seconds; the episode then ends as truncated. Null: `group_deadline_s`."""
     truncated: Literal["keep", "drop"] = "keep"
     """Truncated siblings: keep them for `algorithm.reward.truncated`, or leave them out."""
     max_in_flight: Positive | None = None
-    """Episodes of a generator at a time; null: as many as fill the engine."""
+    """Most episodes of a generator at a time; null: as many as fill the engine."""
 
 
 class OversampleSettings(Section):
-    """Siblings beyond `group_size`, and which of all are kept."""
+    """Extra siblings beyond `group_size`, and which of them all are kept."""
 
     num_siblings: NotNegative = 0
-    """How many."""
+    """Number of extra siblings."""
     keep: Literal["each_reward", "first_finished"] = "each_reward"
-    """`each_reward` waits for all and keeps as many rewards as it can; `first_finished` cancels the
-    late ones."""
+    """`each_reward` waits for all and keeps as many different rewards as possible; `first_finished`
+    cancels the late ones."""
 
 
 class CallLimits(Section):
-    """Limits of the calls of a tool, or of all tools of a server."""
+    """Limits on the calls of a tool, or of all tools of a server."""
 
     time_limit_s: Seconds = 30.0
-    """A longer call is answered with an error."""
+    """Longest call in seconds; the policy then gets an error as the result."""
     max_concurrent: Positive = 8
-    """Calls of one generator at a time."""
+    """Most calls of one generator at a time."""
     max_result_length: Positive = 4096
-    """In characters; a longer result is cut."""
+    """Longest result in characters; the rest is cut."""
 
 
 class ToolSettings(CallLimits):
-    """A tool; a string is its `tool` alone."""
+    """A tool; a plain string sets `tool`."""
 
     short_for = "tool"
 
     tool: str
-    """calculator, python (code in a sandbox), or PATH.py:NAME, a function or a class."""
+    """calculator, python (runs code in a sandbox), or a function or class PATH.py:NAME."""
     function_schema: dict[str, Any] | Path | None = None
-    """OpenAI schema, or a file with one; null: made of signature and docstring."""
+    """OpenAI schema, or a file that holds one; null: derived from signature and docstring."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the class, or limits and isolation of python."""
+    """Arguments of the class; for python its limits and isolation."""
 
 
 class McpServerSettings(CallLimits):
-    """An MCP server: a command that speaks over stdio, or a URL."""
+    """An MCP server: a command that uses stdio, or a URL."""
 
     command: tuple[str, ...] = ()
-    """Program and arguments; started by each generator."""
+    """Program and arguments; each generator starts its own."""
     url: str | None = None
-    """Of a server with streamable HTTP."""
+    """URL of a server with streamable HTTP."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables of the command, beside PATH and HOME."""
+    """Environment variables of the command, in addition to PATH and HOME."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Of every request to the URL."""
+    """HTTP headers of every request to the URL."""
     tools: tuple[str, ...] = ()
-    """Tools that the policy may call; empty: all."""
+    """Names of the tools that the policy may call; empty: all."""
     session: Literal["generator", "episode"] = "generator"
-    """One session of all episodes, or one each."""
+    """One session for all episodes, or one per episode."""
 
     def contradictions(self) -> Iterator[str]:
         if bool(self.command) == bool(self.url):
@@ -302,61 +307,63 @@ _HEAD_FLAGS = {
 
 
 class GeneratorSettings(Section):
-    """What one generator samples, and the engine that samples it."""
+    """What a generator samples, and with which engine."""
 
     count: int | str = 1
-    """Generators of a launch; more may join at any time. A range, such as 2..8, is for Ray: the
-    least that the run needs, and the most."""
+    """Number of generators that a launch starts; more may join at any time. For Ray also a range,
+    such as 2..8: the fewest that the run needs, and the most."""
     engine: str = "hf"
-    """hf, sglang or vllm."""
+    """Inference engine: hf, sglang or vllm."""
     environment: str = "single_turn"
-    """What answers the policy: single_turn, tools, frozen_lake, gymnasium:ID, textarena:ID,
-    PATH.py:CLASS; or what calls it: agent."""
+    """What the policy interacts with: single_turn, tools, frozen_lake, gymnasium:ID, textarena:ID,
+    PATH.py:CLASS; or agent, which calls the policy."""
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the environment."""
     agent: AgentSettings = AgentSettings()
     tools: tuple[ToolSettings, ...] = ()
-    """What the policy may call in environment `tools`."""
+    """Tools that the policy may call in environment `tools`."""
     mcp_servers: tuple[McpServerSettings, ...] = ()
-    """Servers whose tools it may call as well."""
+    """MCP servers whose tools the policy may also call."""
     group_size: Positive = 8
     """Trajectories per prompt."""
     oversample: OversampleSettings = OversampleSettings()
     max_new_tokens: Positive = 256
     """Longest completion, in tokens."""
     min_new_tokens: NotNegative = 0
-    """Tokens before a completion may end."""
+    """Fewest tokens of a completion."""
     temperature: NotNegativeNumber = 1.0
     """Sampling temperature; 0 is greedy, which training refuses."""
     top_p: Share = 1.0
-    """Nucleus mass; 1 is unrestricted."""
+    """Nucleus sampling mass; 1: unrestricted."""
     top_k: NotNegative = 0
-    """Likeliest tokens to sample among; 0 is unrestricted."""
+    """Number of likeliest tokens to sample from; 0: unrestricted."""
     keep_sampling_mask: bool = False
-    """Record which tokens top_k (needed), top_p and min_new_tokens left, for the learner."""
+    """Record for the learner which tokens top_k (required), top_p and min_new_tokens left."""
     stop_token_ids: tuple[NotNegative, ...] = ()
-    """Tokens that end a completion, too."""
+    """Further tokens that end a completion."""
     ignore_eos: bool = False
-    """Go on past the end-of-sequence token."""
+    """Continue past the end-of-sequence token."""
     max_num_seqs: Positive = 64
-    """Sequences that one engine decodes at a time."""
+    """Most sequences that one engine decodes at a time."""
     max_model_len: Positive | None = None
     """Longest prompt plus completion, in tokens; null: max_prompt_length + max_new_tokens."""
     dtype: Dtype = "float32"
-    """Of the engine's weights."""
+    """Dtype of the engine's weights."""
     lm_head_dtype: Literal["float32"] | None = None
-    """float32: compute logits in it beside a narrower `dtype`; null: as the engine does."""
+    """float32: compute logits in float32 although `dtype` is narrower; null: the engine's
+    default."""
     device: Device = "auto"
     """cpu, cuda, cuda:0, ...; auto: a GPU if there is one."""
     num_threads: NotNegative = 0
     """CPU threads; 0 is torch's choice."""
     group_deadline_s: Seconds = 3600.0
-    """A longer episode ends as truncated; a group's reward has the same time again."""
+    """Longest episode in seconds; it then ends as truncated. The reward of a group has the same
+    time again."""
     episode: EpisodeSettings = EpisodeSettings()
     drain_s: Seconds = 5.0
-    """After SIGTERM, time for unfinished groups."""
+    """Seconds for unfinished groups after SIGTERM."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine, as it names them."""
+    """Further arguments of the engine, by its own names."""
     hf: HfSettings = HfSettings()
     vllm: VllmSettings = VllmSettings()
     sglang: SglangSettings = SglangSettings()

@@ -1,4 +1,4 @@
-"""`learner`: the batch of a step, and the machine that trains it."""
+"""`learner`: the batch of a step, and how and on what it is trained."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
@@ -35,38 +35,38 @@ def _is_made_at_the_end(steps: object) -> object:
 
 
 class CheckpointSettings(Section):
-    """When the learner saves its state, and how many it keeps."""
+    """When the learner saves checkpoints, and how many it keeps."""
 
     every: Annotated[Positive, BeforeValidator(_is_made_at_the_end)] = 50
-    """Steps between checkpoints; one is always made at the end."""
+    """Steps between checkpoints; the last step always makes one."""
     keep: Positive = 2
-    """Newest complete ones kept, beside those in abandoned/."""
+    """Number of newest complete checkpoints to keep; those in abandoned/ do not count."""
     keep_best: NotNegative = 0
-    """Complete ones kept besides, with the best mean of `best_by`."""
+    """Number of complete checkpoints to keep in addition: those with the best `best_by`."""
     best_by: str = "reward/mean"
-    """Metric, as mean over the steps since the checkpoint before, or one of a validation, such as
-    validation/mean@1."""
+    """Metric that ranks checkpoints: its mean over the steps since the previous checkpoint, or a
+    metric of validations, such as validation/mean@1."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Of `best_by`."""
+    """Whether larger or smaller values of `best_by` are better."""
     contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] = (
         "model",
         "optimizer",
         "extra",
         "hf_model",
     )
-    """Parameters; AdamW's state; random generators, KL controller and moments of rewards; a Hugging
-    Face folder, for `streamrl evaluate`."""
+    """What is saved: parameters; AdamW's state; random generators, KL controller and moments of
+    rewards; a Hugging Face folder, for `streamrl evaluate`."""
     load_contents: tuple[Literal["model", "optimizer", "extra"], ...] | None = None
-    """What is loaded of the checkpoint that the run goes on from; null: all of it."""
+    """What is loaded from the checkpoint that the run resumes from; null: all of it."""
 
     @property
     def is_best_validated(self) -> bool:
-        """Whether `best_by` is what validations find."""
+        """Whether `best_by` is a metric of validations."""
         return self.best_by.startswith("validation/")
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """What `load_contents` means."""
+        """The contents to load, with the default of `load_contents` filled in."""
         if self.load_contents is not None:
             return self.load_contents
         return tuple(content for content in self.contents if content != "hf_model")
@@ -80,42 +80,43 @@ class CheckpointSettings(Section):
 
 
 class LoraSettings(Section):
-    """An adapter (LoRA, arXiv 2106.09685) is trained instead of all parameters."""
+    """Train an adapter (LoRA, arXiv 2106.09685) instead of all parameters."""
 
     rank: Positive = 16
-    """Columns of A and B."""
+    """Rank of the matrices A and B."""
     alpha: PositiveNumber = 32.0
-    """The product is scaled by alpha / rank."""
+    """The adapter's output is scaled by alpha / rank."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Last parts of the names of linear layers."""
+    """Last parts of the names of the linear layers that get an adapter."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of the adapter's inputs, in passes with gradient."""
+    """Dropout of the adapter's inputs, in passes with gradient."""
     publish: Literal["merged", "adapter"] = "merged"
-    """Send generators all parameters, or the adapter: fewer bytes, a copy more in memory."""
+    """What generators get: all parameters with the adapter merged in, or the adapter alone (fewer
+    bytes to send, one more copy in memory)."""
 
 
 class ForwardPassSettings(Section):
-    """Tokens of a forward pass without gradient; null: as the role's training pass."""
+    """Tokens per forward pass without gradient; null: as in the training pass of the same model."""
 
     proximal: Positive | None = None
-    """Of the policy before the step, where needed."""
+    """The policy before the step, if its pass is needed."""
     reference: Positive | None = None
-    """Of the reference policy."""
+    """The reference policy."""
     values: Positive | None = None
-    """Of the critic before the step."""
+    """The critic before the step."""
 
 
 class OffloadSettings(Section):
-    """What waits in the host's memory instead of the GPU's."""
+    """What is kept in host memory instead of GPU memory while it is not in use."""
 
     parameters: bool = False
-    """With gradients and optimizer state; the CPU makes the update."""
+    """Parameters, gradients and optimizer state; the CPU computes the update."""
     optimizer: bool = False
-    """Its state, but for the update."""
+    """The optimizer's state, except during the update."""
     activations: bool = False
-    """The layers' inputs that `gradient_checkpointing` (needed) keeps."""
+    """The layer inputs that `gradient_checkpointing` (required) keeps."""
     reference: bool = False
-    """The reference policy, copied to the GPU layer by layer."""
+    """The reference policy, which is copied to the GPU layer by layer."""
 
     def contradictions(self) -> Iterator[str]:
         if self.parameters and (self.optimizer or self.reference):
@@ -124,7 +125,7 @@ class OffloadSettings(Section):
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The options that are on."""
+        """The names of the options that are on."""
         return tuple(name for name, is_on in self.model_dump().items() if is_on)
 
 
@@ -134,23 +135,20 @@ _is_a_size = refuse_unless(
 
 
 class MeshSettings(Section):
-    """How many ranks share what; the sizes multiply to the number of ranks."""
+    """How the ranks divide the work; the product of the sizes is the number of ranks."""
 
     replicate: Positive = 1
-    """Copies of the sharded parameters, each for other trajectories."""
+    """Number of copies of the sharded parameters, each of which trains different trajectories."""
     shard: Annotated[int, _is_a_size] = -1
-    """Ranks that share a copy and train other trajectories; -1: all that are left."""
+    """Ranks that shard one copy and train different trajectories; -1: all remaining ranks."""
     sequence: Positive = 1
-    """Ranks that share the tokens of trajectories."""
+    """Ranks that divide the tokens of trajectories (sequence parallelism)."""
     tensor: Positive = 1
-    """Ranks that share each matrix."""
+    """Ranks that divide each matrix (tensor parallelism)."""
 
     def sizes(self, world_size: int) -> tuple[int, int, int, int]:
-        """Replicate, shard, sequence and tensor, in a world of so many ranks.
-
-        Raises:
-            ConfigError: they do not multiply to it.
-        """
+        """The sizes (replicate, shard, sequence, tensor) for so many ranks. Raises ConfigError if
+        their product is another number."""
         others = self.replicate * self.sequence * self.tensor
         shard = world_size // others if self.shard == -1 else self.shard
         if others * shard == world_size:
@@ -169,14 +167,14 @@ class MeshSettings(Section):
 
 
 class OptimizerGroup(Section):
-    """Parameters of the policy trained otherwise than the rest."""
+    """Parameters of the policy with their own learning rate or weight decay."""
 
     parameters: Annotated[str, Field(min_length=1)]
-    """Pattern of their names, such as "*.mlp.*"; `*` is any text."""
+    """Pattern of the parameters' names, such as "*.mlp.*"; `*` matches any text."""
     lr: LearningRateOrZero | None = None
-    """Peak, under the same schedule; 0 freezes them; null: as the rest."""
+    """Peak learning rate, with the same schedule; 0: frozen; null: as for the rest."""
     weight_decay: NotNegativeNumber | None = None
-    """Of all of them, vectors too; null: as the rest."""
+    """Weight decay of all of them, vectors included; null: as for the rest."""
 
 
 class OptimizerSettings(Section):
@@ -185,31 +183,33 @@ class OptimizerSettings(Section):
     lr: LearningRate = 1e-6
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of the two moments."""
+    """Decay rates of the two moments."""
     eps: PositiveNumber = 1e-8
-    """Added to the denominator."""
+    """Added to the denominator of the update."""
     weight_decay: NotNegativeNumber = 0.01
-    """Decoupled; vectors (norms, biases) are exempt."""
+    """Decoupled weight decay; vectors (norms, biases) are exempt."""
     groups: tuple[OptimizerGroup, ...] = ()
-    """Parameters with a rate or decay of their own; the first pattern that matches counts."""
+    """Parameters with their own learning rate or weight decay; the first matching pattern
+    counts."""
     max_grad_norm: PositiveNumber | None = 1.0
     """Global norm that gradients are clipped to; null: off."""
     max_skipped_updates: NotNegative = 3
-    """Updates in a row that may be skipped for a gradient that is not finite."""
+    """Consecutive updates that may be skipped because of a non-finite gradient."""
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
-    """After the warm-up, down to `min_lr_ratio` at `run.max_steps`."""
+    """Schedule of the learning rate after the warm-up, down to `min_lr_ratio` at
+    `run.max_steps`."""
     warmup_steps: NotNegative = 0
-    """Over which the rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly from 0."""
     warmup_ratio: Probability = 0.0
-    """The same in parts of `run.max_steps`."""
+    """The same as a fraction of `run.max_steps`."""
     min_lr_ratio: Probability = 0.0
-    """The schedule's floor, in parts of `lr`."""
+    """Lowest learning rate of the schedule, as a fraction of `lr`."""
     num_cycles: PositiveNumber = 0.5
-    """Waves of schedule cosine; 0.5 falls once."""
+    """Number of waves of the schedule cosine; 0.5: it falls once."""
     decay_ratio: Share = 0.2
-    """Last part of `run.max_steps`, in which warmup_stable_decay falls."""
+    """Last fraction of `run.max_steps`, during which warmup_stable_decay falls."""
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """How it falls."""
+    """Shape of that fall."""
 
     def num_warmup_steps(self, max_steps: int) -> int:
         return self.warmup_steps or round(self.warmup_ratio * max_steps)
@@ -243,14 +243,14 @@ _ACTS_UNDER = {
 
 
 class ProfilerSettings(Section):
-    """What is recorded of chosen steps, in profiler/ of the run's folder."""
+    """Profiles of chosen steps, written to profiler/ in the run folder."""
 
     steps: tuple[Positive, ...] = ()
-    """Steps, from 1, with a trace of torch's profiler each."""
+    """Steps, counted from 1, of which torch's profiler records a trace."""
     ranks: tuple[NotNegative, ...] = (0,)
     """Ranks that record; empty: all."""
     memory: bool = False
-    """Record allocations of GPU memory, too."""
+    """Also record GPU memory allocations."""
     nvtx: bool = False
     """Let Nsight Systems capture `steps` instead: `nsys profile --capture-range=cudaProfilerApi
     streamrl learner ...`."""
@@ -260,56 +260,57 @@ FlashAttentionVersion: TypeAlias = Literal["auto", 2, 3, 4]
 
 
 class LearnerSettings(Section):
-    """The batch of a step, and the machine that trains it."""
+    """The batch of a step, and how and on what it is trained."""
 
     groups_per_step: Annotated[int, Field(gt=0, le=MAX_GROUPS)] = 32
-    """Groups of a batch, which makes one policy version."""
+    """Groups per batch; each batch makes one policy version."""
     epochs: Positive = 1
-    """Passes over a batch."""
+    """Passes over each batch."""
     updates_per_batch: Positive = 1
-    """Optimizer updates in a pass, each on a mini-batch of whole groups."""
+    """Optimizer updates per pass, each on a mini-batch of whole groups."""
     max_tokens_per_micro_batch: Positive = 8192
-    """Tokens of a forward and backward pass; a shared prompt counts once."""
+    """Tokens per forward and backward pass; a prompt shared by siblings counts once."""
     max_tokens_per_forward_pass: ForwardPassSettings = ForwardPassSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     lora: LoraSettings | None = None
-    """Null trains all parameters."""
+    """LoRA adapter; null: train all parameters."""
     freeze_vision_tower: bool = False
-    """Train the language model of a vision-language model alone."""
+    """Train only the language model of a vision-language model."""
     mesh: MeshSettings = MeshSettings()
     num_ranks: Positive = 1
-    """Ranks that `streamrl learner` starts on this machine."""
+    """Number of ranks that `streamrl learner` starts on this machine."""
     rank_deadline_s: Seconds = 60.0
-    """How long a rank may report nothing before the others end."""
+    """Seconds that a rank may report nothing before the others end."""
     dtype: Dtype = "float32"
-    """Of forward and backward; sums, master weights and optimizer are float32."""
+    """Dtype of forward and backward; sums, master weights and optimizer are float32."""
     device: Device = "auto"
-    """As `generator.device`."""
+    """Device, as in `generator.device`."""
     num_threads: NotNegative = 0
-    """CPU threads; 0 is torch's choice."""
+    """CPU threads; 0: torch's choice."""
     profiler: ProfilerSettings = ProfilerSettings()
     peak_tflops: PositiveNumber | None = None
-    """What a device computes in `dtype`, in 10^12 operations/s, for `learner/mfu`."""
+    """Peak throughput of the device in `dtype`, in 10^12 operations/s, for `learner/mfu`."""
     sum_each_micro_batch: bool = True
-    """Sum gradients over ranks after every micro-batch; false: once an update, for less traffic and
-    more memory."""
+    """Sum gradients over ranks after every micro-batch; false: once per update, with less traffic
+    and more memory."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile layers by torch.compile: faster passes after a slow first one. auto: on a GPU with a
-    compiler, in runs of 300 steps and more."""
+    """Compile layers with torch.compile: faster passes after a slow first one. auto: on a GPU with
+    a compiler, for runs of at least 300 steps."""
     liger_layers: bool | Literal["auto"] = "auto"
-    """Norms, rotary positions and MLPs by liger-kernel, where layers are not compiled. auto: on a
-    GPU where it is installed and computes alike."""
+    """Use liger-kernel for norms, rotary positions and MLPs in layers that are not compiled. auto:
+    on a GPU if it is installed and computes the same."""
     flash_attention: FlashAttentionVersion = "auto"
-    """On a GPU. auto: 3 or 4 where installed and made for the GPU, else 2, flash-attn's or torch's.
-    """
+    """FlashAttention version on a GPU. auto: 3 or 4 if it is installed and fits the GPU, otherwise
+    2 from flash-attn or torch."""
     gradient_checkpointing: bool | Positive = False
-    """Recompute activations in the backward pass, for less memory; n: of every n-th layer."""
+    """Recompute activations in the backward pass, for less memory; n: those of every n-th layer."""
     check_packing: bool = True
-    """At start, compare packing with plain transformers; run unpacked what it changes."""
+    """At start, compare packed sequences with plain transformers; models that packing changes run
+    unpacked."""
     offload: OffloadSettings = OffloadSettings()
     report_entropy: bool = True
-    """Measure the policy's entropy each step."""
+    """Measure the policy's entropy at each step."""
 
     def contradictions(self) -> Iterator[str]:
         if self.offload.activations and not self.gradient_checkpointing:
@@ -318,14 +319,11 @@ class LearnerSettings(Section):
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates of one batch."""
+        """Optimizer updates per batch."""
         return self.epochs * self.updates_per_batch
 
     def require_ranks(self, num_ranks: int) -> None:
-        """
-        Raises:
-            ConfigError: the sizes of `mesh`, or the batch, do not fit so many ranks.
-        """
+        """Raise ConfigError if the sizes of `mesh`, or the batch, do not fit so many ranks."""
         replicate, shard, _, _ = self.mesh.sizes(num_ranks)
         if replicate * shard > self.groups_per_step:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`model`: the language model that is trained, and how to make a small one."""
+"""`model`: the language model to train, and how to make a small one."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,11 +31,11 @@ def _architecture(name: str) -> str:
 
 
 class RecipeSettings(Section):
-    """A small model with a character tokenizer, made here and warm-started."""
+    """A small model with a character tokenizer that the launch makes and warm-starts."""
 
     architecture: Annotated[str, AfterValidator(_architecture)] = LLAMA
-    """llama, or PATH.py:NAME, a function of a folder, these settings and the longest sequence,
-    which writes the model there."""
+    """llama, or PATH.py:NAME: a function that is given a folder, these settings and the longest
+    sequence, and writes the model to the folder."""
 
     hidden_size: Positive = 128
     """Width of the residual stream."""
@@ -46,32 +46,32 @@ class RecipeSettings(Section):
     num_heads: Positive = 4
     """Attention heads."""
     alphabet: str = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz?"
-    """The tokenizer's characters, a token each."""
+    """The tokenizer's characters; each is a token."""
     warm_start_source: str | None = None
-    """Prompts and answers of the supervised steps; null: those of `data`."""
+    """Prompts and answers for the supervised steps; null: those of `data`."""
     warm_start_steps: NotNegative = 400
-    """Most supervised steps; 0 leaves the model random."""
+    """Most supervised steps; 0: the model stays random."""
     warm_start_accuracy: Probability = 0.3
-    """Sampled exact match that ends them."""
+    """Exact match of sampled answers at which the supervised steps end."""
     initializer_range: PositiveNumber = 0.06
-    """Standard deviation of random weights."""
+    """Standard deviation of the random weights."""
     batch_size: Positive = 128
-    """Examples of a supervised step."""
+    """Examples per supervised step."""
     lr: LearningRate = 2e-3
     """Learning rate of the supervised steps."""
 
 
 class ModelSettings(Section):
-    """The model that is trained, and its tokenizer."""
+    """The model to train, and its tokenizer."""
 
     path: str
     """Folder or hub name of a Hugging Face causal language model."""
     tokenizer: str | None = None
-    """Folder or hub name, if it is not with the model."""
+    """Folder or hub name of the tokenizer; null: that of the model."""
     trust_remote_code: bool = False
-    """Allow models with code of their own."""
+    """Allow models that bring their own code."""
     recipe: RecipeSettings | None = None
-    """What a launch makes where `path` does not exist."""
+    """The model that a launch makes if `path` does not exist."""
 
     @property
     def tokenizer_path(self) -> str:
@@ -79,5 +79,5 @@ class ModelSettings(Section):
 
     @property
     def missing(self) -> RecipeSettings | None:
-        """`recipe`, where the model is still to be made from it."""
+        """`recipe` if the model has yet to be made from it, otherwise None."""
         return None if Path(self.path).exists() else self.recipe

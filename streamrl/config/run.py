@@ -1,7 +1,7 @@
-"""`run`: the name of a run, its folder, its length and its seed.
+"""`run`: the name, folder, length and seed of a run.
 
-`parity` is how far engine and learner may disagree, and `cluster` what the machines of a run have
-in common; which these are, Ray or Slurm says.
+`parity` limits how far engine and learner may disagree; `cluster` has what the machines of a run
+have in common (Ray or Slurm say which machines they are).
 """
 
 import re
@@ -38,25 +38,25 @@ _is_a_path = refuse_unless(
 
 
 class SignSettings(Section):
-    """When a run is said not to learn, each time with a remedy."""
+    """Thresholds beyond which a run is reported as not learning, with a remedy."""
 
     steps: NotNegative = 10
-    """Over which a sign has to hold; 0 looks for none."""
+    """Steps over which a sign has to persist; 0: look for none."""
     max_reward_fall: Share = 0.5
-    """Part of the best mean reward that may be lost."""
+    """Fraction of the best mean reward that may be lost."""
     max_held_out_fall: Share = 0.2
-    """Part of the best held-out reward that two validations may have lost; more with few prompts.
-    """
+    """Fraction of the best held-out reward that two validations may lose; more is allowed with few
+    prompts."""
     max_passes: PositiveNumber = 16.0
-    """Passes over the prompts without a rise of the held-out reward."""
+    """Passes over the prompts during which the held-out reward may fail to rise."""
     min_entropy_frac: Probability = 0.05
-    """Part of the first steps' entropy, unless the prompts are solved."""
+    """Lowest entropy, as a fraction of that of the first steps, unless the prompts are solved."""
     min_eff_sample_size: Probability = 0.3
-    """Effective sample size, in parts of the batch."""
+    """Lowest effective sample size, as a fraction of the batch."""
     max_clip_ratio: Probability = 0.5
-    """Share of responses that a limit may cut."""
+    """Fraction of responses that may be truncated."""
     max_kl: PositiveNumber = 1.0
-    """To the reference, in nats a token."""
+    """Largest KL to the reference policy, in nats per token."""
 
 
 class RunSettings(Section):
@@ -65,35 +65,37 @@ class RunSettings(Section):
     name: Annotated[str, Field(pattern=ID_PATTERN)] = "default"
     """Name of the run and of its folder."""
     folder: Annotated[Path, _is_filled_in] = Path("runs")
-    """Where run folders are made."""
+    """Folder in which run folders are made."""
     folder_mirror: StoreUrl | None = None
-    """Where a launch copies the run's folder, to go on elsewhere: s3://BUCKET/FOLDER, gs://,
-    hf://buckets/USER/BUCKET or file:///FOLDER."""
+    """Where a launch copies the run folder, so that the run can resume elsewhere:
+    s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER."""
     max_steps: Annotated[Positive, at_most(MAX_VERSION)] = 100
     """Steps until the run ends."""
     total_epochs: PositiveNumber | None = None
-    """Passes over the rows of `data.source`; the smaller of it and `max_steps` counts."""
+    """Passes over the rows of `data.source` until the run ends, if `max_steps` is not reached
+    before."""
     seed: NotNegative = 0
-    """Of prompts, sampling and initialization."""
+    """Seed of prompts, sampling and initialization."""
     resume: Annotated[Literal["never", "auto"] | Path, _is_a_path] = "never"
-    """`auto`: from the newest complete checkpoint, if there is one; or the path of one, of this run
-    or another."""
+    """Checkpoint to resume from; auto: the newest complete one, if there is one; never; or the path
+    of one, of this or another run."""
     evaluate: bool = True
-    """Whether a launch scores the final checkpoint on held-out prompts; agents play none."""
+    """Whether a launch scores the final checkpoint on held-out prompts (never with agents)."""
     stall_s: Seconds = 300.0
-    """A step that waits or computes longer is reported with its cause."""
+    """Seconds after which a step that still waits or computes is reported with its cause."""
     signs: SignSettings = SignSettings()
     max_restarts: NotNegative = 5
-    """Times that a launch restarts a failed process within `restart_window_s`."""
+    """Number of times that a launch restarts a failed process within `restart_window_s`."""
     restart_window_s: Seconds = 600.0
-    """Older restarts do not count, unless the run has made no step since."""
+    """Seconds after which a restart no longer counts, if the run has made a step since."""
     stop_s: Annotated[float, Field(ge=10)] = 20.0
-    """From SIGTERM or Ctrl-C to the end of every process; at least 15 s more than
-    `generator.drain_s`. Raise it where a step and a save take longer."""
+    """Seconds from SIGTERM or Ctrl-C until every process must have ended; at least 15 s more than
+    `generator.drain_s`. Raise it if a step and a save take longer."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of the daemons."""
+    """Log level of the daemons."""
     log_format: Literal["text", "json"] = "text"
-    """`json`: an object a line, with time, level, role, pid, logger, message and exception."""
+    """Log format; json: one object per line, with time, level, role, pid, logger, message and
+    exception."""
 
     @property
     def path(self) -> Path:
@@ -101,15 +103,15 @@ class RunSettings(Section):
 
 
 class ParitySettings(Section):
-    """How far engine and learner may disagree on the same tokens before training."""
+    """How far engine and learner may disagree about the same tokens before training starts."""
 
     max_mean_gap: PositiveNumber | None = None
-    """Largest mean |log-probability of learner - engine|, in nats, with which a launch starts; null
-    does not ask."""
+    """Largest mean |log-probability of learner - engine|, in nats, at which a launch starts; null:
+    not checked."""
     max_gap: PositiveNumber | None = None
-    """The same of the worst token."""
+    """The same for the worst token."""
     num_prompts: Positive = 16
-    """Prompts compared, one response each."""
+    """Number of prompts to compare, with one response each."""
 
     @property
     def is_required(self) -> bool:
@@ -117,11 +119,11 @@ class ParitySettings(Section):
 
 
 class ClusterSettings(Section):
-    """The machines of a run with several."""
+    """What the machines of a multi-machine run have in common."""
 
     on_host_failure: Literal["stop", "continue"] = "continue"
-    """Where a host with generators alone fails: end the run, or go on."""
+    """When a host that has only generators fails: end the run, or continue."""
     start_s: Seconds = 300.0
-    """Longest wait for machines to answer and processes to start."""
+    """Longest wait for machines to answer and processes to start, in seconds."""
     first_port: Annotated[int, Field(ge=1024, le=65_000)] = 29_600
-    """First of the planned ports of buffer, weights and ranks."""
+    """First of the ports planned for buffer, weights and ranks."""

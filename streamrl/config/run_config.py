@@ -33,7 +33,7 @@ _COUNT_BYTES, _LOGPROB_BYTES, _TAUGHT_LOGPROB_BYTES = 2, 4, 2
 
 
 SECTIONS_ALONE = "sections alone"
-"""The context of a validation that does not ask whether sections contradict each other."""
+"""Validation context that skips the check for contradictions between sections."""
 
 
 class RunConfig(Section):
@@ -54,7 +54,8 @@ class RunConfig(Section):
     cluster: ClusterSettings = ClusterSettings()
 
     def shown(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
-        """For trackers and reports, which others read: without what may hold keys."""
+        """The settings for trackers and reports, which others read: without values that may hold
+        keys."""
         private = {"generator": {"mcp_servers": {"__all__": {"headers", "environment"}}}}
         return self.model_dump(
             mode="json",
@@ -64,26 +65,26 @@ class RunConfig(Section):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt plus completion."""
+        """Longest prompt plus completion, in tokens."""
         longest = self.data.max_prompt_length + self.generator.max_new_tokens
         return self.generator.max_model_len or longest
 
     @property
     def stop_within_s(self) -> float:
-        """From a first signal to the end of every process: `run.stop_s`, or as long as generators
-        drain and what they do after that."""
+        """Seconds from the first signal to the end of every process: `run.stop_s`, or if longer
+        what generators need to drain and to end."""
         return max(self.run.stop_s, self.generator.drain_s + 15.0)
 
     @property
     def loss_config(self) -> LossSettings:
-        """`algorithm.loss_config` with the default of `loss_scale_factor`."""
+        """`algorithm.loss_config` with the default of `loss_scale_factor` filled in."""
         numbers = self.algorithm.loss_config
         scale = numbers.loss_scale_factor or self.generator.max_new_tokens
         return numbers.model_copy(update={"loss_scale_factor": float(scale)})
 
     @property
     def critic_optimizer(self) -> OptimizerSettings:
-        """`learner.optimizer` with what `algorithm.value` has of its own."""
+        """`learner.optimizer`, overridden by the critic's settings in `algorithm.value`."""
         names = {"lr", "betas", "eps", "weight_decay", "max_grad_norm"}
         own = {name: getattr(self.algorithm.value, name) for name in names}
         given = {name: value for name, value in own.items() if value is not None}
@@ -91,9 +92,9 @@ class RunConfig(Section):
 
     @property
     def needs_policy_pass(self) -> bool:
-        """Whether a pass of the policy comes before the first update: KL in the reward and ratios
-        in the advantage need it, and a proximal policy that stays where the policy was while
-        several updates move it, or that weighs the batch as a whole."""
+        """Whether the policy makes a pass before the first update. KL in the reward and ratios in
+        the advantage need it; so does a proximal policy with several updates per batch, or one
+        whose weights depend on the whole batch."""
         algorithm = self.algorithm
         is_anchor = self.learner.num_updates > 1 or algorithm.corrects_as_a_whole
         is_in_credit = algorithm.kl_reward.coef > 0 or algorithm.needs_ratios
@@ -101,14 +102,14 @@ class RunConfig(Section):
 
     @property
     def reads_validations(self) -> bool:
-        """Whether the run ends, or keeps checkpoints, by what validations find."""
+        """Whether validations decide when the run ends or which checkpoints are kept."""
         checkpoint = self.learner.checkpoint
         is_best_validated = bool(checkpoint.keep_best) and checkpoint.is_best_validated
         return bool(self.validation.early_stop.patience) or is_best_validated
 
     @property
     def is_validated(self) -> bool:
-        """Whether a validator scores versions of the run while it trains."""
+        """Whether a validator scores versions during the run."""
         if self.validation.every is not None:
             return self.validation.every != 0
         return self.generator.engine == "hf" and all(
@@ -117,13 +118,14 @@ class RunConfig(Section):
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether a launch scores the final checkpoint: agents play in generators alone."""
+        """Whether a launch scores the final checkpoint; not with agents, which run only in
+        generators."""
         return self.run.evaluate and any(e.environment != "agent" for e in self.entries)
 
     @property
     def final_is_validated(self) -> bool:
-        """Whether the validation of the last version scores what `streamrl evaluate` would: one
-        greedy response to each of the same prompts, by the same engine."""
+        """Whether the validation of the last version equals `streamrl evaluate`: one greedy
+        response to each of the same prompts, by the same engine."""
         v, own = self.validation, {"device", "max_num_seqs", "num_threads"}
         is_greedy = v.num_samples == 1 and v.temperature == 0
         alike = (
@@ -134,14 +136,14 @@ class RunConfig(Section):
         return self.is_validated and v.at_end and is_greedy and all(alike)
 
     def for_validator(self) -> "RunConfig":
-        """With the sampling and the engine of the validator as those of `generator`."""
+        """A copy in which `generator` has the validator's sampling and engine."""
         generator = self.validation.engine_settings(self.generator)
         wanted = self.validation.num_prompts or self.data.num_eval_prompts
         return self.with_values(generator=generator, data={"num_eval_prompts": wanted})
 
     @property
     def entries(self) -> tuple[EnvironmentEntry, ...]:
-        """The environments of the run; the one of `generator` where `environments` is empty."""
+        """The environments of the run; that of `generator` if `environments` is empty."""
         return entries_of(self)
 
     @property
@@ -151,27 +153,27 @@ class RunConfig(Section):
 
     @property
     def max_num_episodes(self) -> int:
-        """Of one group, with what is sampled beside its siblings."""
+        """Episodes of one group, including those sampled in addition to its siblings."""
         beside = self.generator.oversample.num_siblings + self.algorithm.needs_greedy_rewards
         return self.max_group_size + beside
 
     @property
     def mean_group_size(self) -> float:
-        """Episodes of a group, over the prompts of the stream as far as weights tell."""
+        """Mean number of episodes of a group, by the weights of the environments."""
         total = sum(entry.weight for entry in self.entries)
         return sum(entry.weight * entry.group_size for entry in self.entries) / total
 
     @property
     def num_top_logprobs(self) -> int:
-        """Candidates of each token whose log-probabilities the loss reads."""
+        """Number of candidates per token whose log-probabilities the loss uses."""
         return getattr(self.algorithm.loss_config, "divergence_topk", 0)
 
     def group_bytes(
         self, num_tokens: int, *, num_kept: int = 1, id_bytes: int = 2, expert_bytes: int = 1
     ) -> int:
-        """Bytes of the largest group whose trajectories have so many tokens each, without a few of
-        names; `num_kept` is the size of a token's sampling mask, `id_bytes` that of an id in it or
-        of a candidate's, `expert_bytes` that of its experts, each if it is kept."""
+        """Bytes of the largest group with so many tokens per trajectory, except a few for names.
+        `num_kept` is the size of a token's sampling mask; `id_bytes` is the size of an id in it or
+        of a candidate, and `expert_bytes` that of a token's experts, if these are kept."""
         per_token = _TOKEN_BYTES
         if self.generator.keep_sampling_mask:
             per_token += _COUNT_BYTES + id_bytes * num_kept

@@ -55,11 +55,8 @@ def without_secrets(sentence: str) -> str:
 
 
 def read_password(file: Path | None) -> str:
-    """The password in the environment, or else in the file; "" without either.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty.
-    """
+    """The password in the environment, otherwise in the file; "" if there is neither. Raises
+    ConfigError if the file cannot be read or is empty."""
     if password := os.environ.get(REDIS_PASSWORD):
         return password
     if file is None:
@@ -72,11 +69,8 @@ def read_password(file: Path | None) -> str:
 
 
 def key_of(setting: str, variable: str | None) -> str | None:
-    """What the environment variable holds that the setting names; None if it names none.
-
-    Raises:
-        ConfigError: the variable is not set, or is empty.
-    """
+    """The value of the environment variable that the setting names; None if it names none. Raises
+    ConfigError if the variable is not set or is empty."""
     if variable is None:
         return None
     if key := os.environ.get(variable):
@@ -85,10 +79,8 @@ def key_of(setting: str, variable: str | None) -> str | None:
 
 
 def hand_down(arguments: argparse.Namespace, password: str) -> None:
-    """Leave the password to the processes that this one starts, in the environment only.
-
-    Their arguments are made of these, and trackers record `sys.argv`.
-    """
+    """Pass the password to the processes that this one starts through the environment only: their
+    arguments are made from these, and trackers record `sys.argv`."""
     if not password:
         return
     os.environ[REDIS_PASSWORD] = password

@@ -1,6 +1,6 @@
-"""The base of every configuration section, and the ranges and choices that many settings share.
+"""The base class of configuration sections, and the ranges and choices that many settings share.
 
-Invariant: a section is frozen and refuses keys that it does not know.
+Invariant: a section is frozen and refuses unknown keys.
 """
 
 import re
@@ -27,7 +27,7 @@ class Section(BaseModel):
     """A frozen record of settings; unknown keys are refused."""
 
     short_for: ClassVar[str] = ""
-    """The field that a string in the section's place is, if it may be one."""
+    """The field that a plain string in place of the section sets, if that is allowed."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -43,8 +43,8 @@ class Section(BaseModel):
         return {cls.short_for: value} if cls.short_for and isinstance(value, str) else value
 
     def contradictions(self) -> Iterator[str]:
-        """Sentences, of which the first is told, for what in this section cannot stand beside
-        something else in it. They may be broken into lines."""
+        """Yield a sentence for each contradiction between settings of this section; the first is
+        shown. Sentences may be broken into lines."""
         return iter(())
 
     @model_validator(mode="after")
@@ -54,12 +54,13 @@ class Section(BaseModel):
         return self
 
     def not_default(self, names: Iterable[str]) -> list[str]:
-        """Those of these fields that have another value than their default."""
+        """Those of the fields whose value is not the default."""
         fields = type(self).model_fields
         return [name for name in names if getattr(self, name) != fields[name].default]
 
     def with_values(self, **values: Any) -> Self:
-        """With other values, which are not checked; of a section those that a mapping names."""
+        """A copy with other values, which are not checked; for a section, a mapping of the values
+        to change."""
         sections = {
             name: section.with_values(**value)
             for name, value in values.items()
@@ -73,7 +74,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 @dataclass(frozen=True)
 class SomeOf:
-    """Marks a mapping whose keys are some of a section's."""
+    """Marks a mapping whose keys are settings of a section."""
 
     section: type[Section]
 
@@ -85,13 +86,13 @@ def some_of(
     given: Mapping[str, Any],
     not_there: Mapping[str, str],
 ) -> AnySection:
-    """The section of these values, some of which are `given` at another place.
+    """The section with these values, where `given` are overrides from another place.
 
     Args:
-        not_there: settings that are refused at that place, each with the reason.
+        not_there: settings that may not be given there, each with the reason.
 
     Raises:
-        ValidationError: what is given there is refused.
+        ValidationError: an override is refused.
     """
     misplaced = {k: PydanticCustomError("misplaced", not_there[k]) for k in given if k in not_there}
     refused = [
@@ -116,12 +117,12 @@ def some_of(
 
 
 def twice(names: Iterable[str]) -> str | None:
-    """The first name that stands there more than once."""
+    """The first name that occurs more than once."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def refuse_unless(is_allowed: Callable[[Any], object], demand: str) -> AfterValidator:
-    """Refuses other values with the demand."""
+    """A validator that refuses other values, with this demand."""
 
     def check(value: Any) -> Any:
         if not is_allowed(value):
@@ -132,19 +133,19 @@ def refuse_unless(is_allowed: Callable[[Any], object], demand: str) -> AfterVali
 
 
 def unfolded(text: str) -> str:
-    """A sentence that code has broken into lines; spaces within a value stay."""
+    """Join a sentence that the code has broken into lines; spaces within values stay."""
     return re.sub(r"\n\s+", " ", text)
 
 
 def shown(value: object) -> str:
-    """The value in a sentence."""
+    """The value as written in a sentence."""
     if isinstance(value, float):
         return f"{value:g}"
     return repr(str(value) if isinstance(value, Path) else value)
 
 
 def at_most(most: int) -> AfterValidator:
-    """For a number that crosses processes, whose messages hold no larger one."""
+    """Bound of numbers that are sent between processes, whose messages hold no larger ones."""
     return refuse_unless(lambda number: number <= most, f"it must be at most {most}")
 
 
@@ -155,10 +156,10 @@ PositiveNumber = Annotated[float, Field(gt=0)]
 NotNegativeNumber = Annotated[float, Field(ge=0)]
 Seconds = PositiveNumber
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""Of a running mean, which with 1 would never change."""
+"""Decay of a running mean; with 1 it would never change."""
 Probability = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
-"""Of what would be nothing with 0."""
+"""A share that must not be 0."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -181,7 +182,7 @@ Device = Annotated[
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values below, by their dotted names; an empty section or a list is one value."""
+    """All values by dotted name; an empty section or a list is one value."""
     if isinstance(value, Mapping) and (value or not path):
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}" if path else str(key))
@@ -190,7 +191,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def overlaid(below: Any, above: Any) -> Any:
-    """The settings of both; those above win, section by section."""
+    """The settings of both, section by section; those of `above` win."""
     if not isinstance(below, Mapping) or not isinstance(above, Mapping):
         return above
     return {**below, **{key: overlaid(below.get(key), item) for key, item in above.items()}}

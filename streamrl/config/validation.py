@@ -1,4 +1,4 @@
-"""`validation`: when a version is validated, how it is sampled, and what the run does by it."""
+"""`validation`: which versions are validated, how they are sampled, and what follows from it."""
 
 from typing import Annotated, Any, Literal
 
@@ -18,86 +18,84 @@ from streamrl.config.section import (
 )
 
 MAX_COST_FRAC = 0.05
-"""Of the time, at most, that `validation.every: auto` validates."""
+"""Largest share of the time that `validation.every: auto` spends on validations."""
 _OWN = {
     name: f"has no effect there; set validation.{name}"
     for name in ("temperature", "top_p", "top_k", "max_new_tokens", "num_samples")
 }
-"""Of `validation`, instead of what `generator` has."""
+"""Settings of `validation` that replace those of `generator`."""
 _OWN["group_size"] = _OWN["num_samples"]
 
 
 class EarlyStopSettings(Section):
-    """When a run ends because validations get no better."""
+    """When a run ends because validations no longer improve."""
 
     patience: NotNegative = 0
-    """Validations in a row without a better one; 0: never."""
+    """Consecutive validations without improvement after which the run ends; 0: never."""
     min_improvement: NotNegativeNumber = 0.0
-    """What a better one must exceed the best by."""
+    """Smallest improvement that counts."""
 
 
 class ValidationSettings(Section):
-    """A process that scores versions of the policy on held-out prompts while the run goes on."""
+    """A process that scores policy versions on held-out prompts during the run."""
 
     every: NotNegative | Literal["auto"] | None = None
-    """Versions between validations; 0: none. `auto`: at most 5 % of the time. Null: `auto` where
-    `data.eval_source` is given and `generator.engine` is hf, else 0."""
+    """Versions between validations; 0: none; auto: as many as take at most 5 % of the time. Null:
+    auto if `data.eval_source` is given and `generator.engine` is hf, otherwise 0."""
     at_start: bool = True
     """Validate the first version."""
     at_end: bool = True
-    """Validate the last version, for which the learner waits."""
+    """Validate the last version; the learner waits for it."""
     end_wait_s: Seconds = 1800.0
-    """Its longest wait."""
+    """Longest wait of the learner for that, in seconds."""
     num_samples: Positive = 1
-    """Responses to a prompt: the k of mean@k, pass@k and majority@k."""
+    """Responses per prompt: the k of mean@k, pass@k and majority@k."""
     num_prompts: Positive | None = None
-    """The first held-out ones; null: `data.num_eval_prompts`."""
+    """Number of held-out prompts, from the first on; null: `data.num_eval_prompts`."""
     temperature: NotNegativeNumber = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0: greedy."""
     top_p: Share = 1.0
-    """As of `generator`."""
+    """As in `generator`."""
     top_k: NotNegative = 0
-    """As of `generator`."""
+    """As in `generator`."""
     max_new_tokens: Positive | None = None
-    """Null: `generator.max_new_tokens`."""
+    """Longest completion in tokens; null: `generator.max_new_tokens`."""
     pass_reward: float = 1.0
-    """From this reward on a response passes."""
+    """Smallest reward at which a response passes."""
     generator: Annotated[dict[str, Any], SomeOf(GeneratorSettings)] = Field(default_factory=dict)
-    """Settings of the validator's engine other than `generator`'s, such as {device: "cuda:1",
+    """Settings of the validator's engine that differ from `generator`, such as {device: "cuda:1",
     max_num_seqs: 32}."""
     keep: Positive = 20
-    """Newest validations whose responses are kept in validation/, beside the first."""
+    """Number of newest validations whose responses are kept in validation/, in addition to the
+    first."""
     metric: str | None = None
-    """What `early_stop` compares; null: validation/mean@k."""
+    """Metric that `early_stop` compares; null: validation/mean@k."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Of `metric`."""
+    """Whether larger or smaller values of `metric` are better."""
     early_stop: EarlyStopSettings = EarlyStopSettings()
 
     @property
     def watched_metric(self) -> str:
-        """What `metric` means."""
+        """`metric` with its default filled in."""
         return self.metric or f"validation/mean@{self.num_samples}"
 
     def next_version(self, policy_version: int) -> int:
-        """The first version that is due after this one."""
+        """The next version to validate after this one."""
         every = self.every if isinstance(self.every, int) and self.every else 1
         return (policy_version // every + 1) * every
 
     @property
     def rests(self) -> bool:
-        """Whether the validator rests after each validation."""
+        """Whether the validator pauses after each validation."""
         return not isinstance(self.every, int)
 
     def rest_s(self, validation_s: float) -> float:
-        """How long, after a validation that took so long."""
+        """How long it pauses after a validation of this length, in seconds."""
         return validation_s * (1 / MAX_COST_FRAC - 1) if self.rests else 0.0
 
     def engine_settings(self, generator: GeneratorSettings) -> GeneratorSettings:
-        """`generator`, as the validator's engine and sampling have it.
-
-        Raises:
-            ValidationError: `validation.generator` names no setting of it, or one with a bad value.
-        """
+        """The `generator` settings of the validator's engine and sampling. Raises ValidationError
+        if `validation.generator` has an unknown setting or a bad value."""
         sampling = {
             "group_size": self.num_samples,
             "temperature": self.temperature,

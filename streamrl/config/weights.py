@@ -1,4 +1,4 @@
-"""`weights`: how a version gets from the learner to the generators."""
+"""`weights`: how weight versions get from the learner to the generators."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -10,37 +10,39 @@ from streamrl.config.section import Dtype, Positive, Seconds, Section
 
 
 class WeightSettings(Section):
-    """How a version of the weights reaches the generators."""
+    """How weight versions reach the generators."""
 
     address: str = "tcp://127.0.0.1:0"
-    """Where the learner announces weights; off loopback it needs `buffer.curve`."""
+    """Address at which the learner announces weights; other than loopback, it needs
+    `buffer.curve`."""
     transport: Literal["broadcast", "files", "store"] = "broadcast"
-    """broadcast: as `backend` says. files: in the run's folder, on a shared file system. store: by
-    `weights.store` alone."""
+    """broadcast: by `backend`. files: through the run folder, on a shared file system. store:
+    through `weights.store` alone."""
     store: StoreUrl | None = None
-    """Where the learner also writes versions, for generators with `transport: store`:
-    s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER, a folder for each run."""
+    """Object store to which the learner also writes versions, for generators with `transport:
+    store`: s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER; each run needs
+    its own folder."""
     backend: Literal["auto", "shared", "gloo", "nccl"] = "auto"
-    """auto: shared memory on the learner's machine; for others nccl if all have GPUs of their own,
-    else gloo."""
+    """auto: shared memory on the learner's machine; to others nccl if each has its own GPU,
+    otherwise gloo."""
     catch_up: Literal["broadcast", "files"] = "files"
-    """How a late generator gets the last version."""
+    """How a generator that joins late gets the latest version."""
     publish_every: Positive = 1
     """Steps between published versions."""
     dtype: Dtype | Literal["float8_e4m3fn"] | None = None
-    """Cast on send; null: the learner's. float8_e4m3fn casts matrices, which moves a weight by up
-    to 1/16."""
+    """Dtype that weights are cast to when sent; null: the learner's. float8_e4m3fn casts matrices
+    only, and changes a weight by up to 1/16."""
     bucket_bytes: Positive = 256 * 2**20
-    """Of one broadcast; two are under way at a time."""
+    """Bytes of one broadcast; two are in progress at a time."""
     delta: bool = False
-    """Files and gloo broadcasts hold only what changed: for links below about 5 Gbit/s."""
+    """Send only what changed, in files and gloo broadcasts: for links below about 5 Gbit/s."""
     full_every: Positive = 50
-    """Differences, by delta or in a store, until a whole version."""
+    """Number of differences, by `delta` or in a store, between whole versions."""
     verify: bool = False
-    """Compare a checksum of every tensor by every route; files, and gloo between machines, always
+    """Compare checksums of every tensor on all routes; files, and gloo between machines, always
     do."""
     deadline_s: Seconds = 30.0
-    """Longest hop of an update; who exceeds it is left out of it."""
+    """Longest hop of an update in seconds; generators that exceed it are left out of the update."""
 
     @field_validator("address")
     @classmethod

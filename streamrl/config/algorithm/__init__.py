@@ -1,3 +1,3 @@
-"""`algorithm`: everything between trajectories and the gradient, and the records of its parts."""
+"""`algorithm`: everything between trajectories and the gradient."""
 
 from streamrl.config.algorithm.settings import AlgorithmSettings as AlgorithmSettings

@@ -1,7 +1,6 @@
-"""`algorithm.advantage` and `algorithm.advantage_config`: the estimator, and a record of numbers
-for each.
+"""`algorithm.advantage` and `algorithm.advantage_config`: the estimator and its settings.
 
-Invariant: `ADVANTAGE_SETTINGS` names the record of every estimator; `ADVANTAGES` in
+Invariant: `ADVANTAGE_SETTINGS` has the settings class of every estimator; `ADVANTAGES` in
 `streamrl.algorithms.advantages` has the same keys (a test compares them).
 """
 
@@ -13,17 +12,17 @@ from streamrl.config.section import Decay, PositiveNumber, Probability, Section
 
 
 class AdvantageSettings(Section):
-    """Numbers of the estimator, its own below."""
+    """Settings of the estimator; its own are listed below."""
 
     whiten: bool | None = None
-    """Standardize over the batch. Null: where the estimator is defined so (gae, gdpo,
+    """Standardize over the batch. Null: if the estimator is defined that way (gae, gdpo,
     reinforce_plus_plus, reinforce_plus_plus_baseline)."""
     clip: PositiveNumber | None = None
-    """Bound on the magnitude, after whitening."""
+    """Bound on the magnitude after whitening."""
 
 
 class DiscountSettings(AdvantageSettings):
-    """reinforce, reinforce_plus_plus: discount rewards."""
+    """reinforce, reinforce_plus_plus: discounted rewards."""
 
     gamma: Probability = 1.0
     """Discount per response token."""
@@ -33,11 +32,11 @@ class GaeSettings(DiscountSettings):
     """gae: generalized advantage estimation."""
 
     lam: Probability = 1.0
-    """Near 1 less bias, near 0 less variance."""
+    """Near 1: less bias; near 0: less variance."""
 
 
 class GroupNormSettings(AdvantageSettings):
-    """grpo, grpo_passk, gdpo, gigpo: may divide by a group's spread."""
+    """grpo, grpo_passk, gdpo, gigpo: optional division by the group's spread."""
 
     norm_adv_by_std: bool = True
     """Divide by the standard deviation of the group."""
@@ -47,25 +46,25 @@ class GdpoSettings(GroupNormSettings):
     """gdpo: each reward is normalized within its group before they are added."""
 
     rewards: Mapping[str, FiniteFloat] = {}
-    """Weights of recorded metrics, such as reward/format; these are the rewards."""
+    """The rewards: names of recorded metrics, such as reward/format, with their weights."""
 
 
 class GigpoSettings(GroupNormSettings):
-    """gigpo: compares siblings as a whole, and turns that met one observation."""
+    """gigpo: compares whole siblings, and turns that answered the same observation."""
 
     turn_gamma: Probability = 0.95
     """Discount per turn."""
     step_weight: PositiveNumber = 1.0
-    """Of turns beside episodes."""
+    """Weight of the turns' advantage beside the episode's."""
 
 
 class RaeSettings(AdvantageSettings):
-    """rae: one running baseline for each environment and role."""
+    """rae: a running baseline per environment and role."""
 
     role: str | None = None
-    """Recorded metric whose value is the role that an episode played; null: all have one."""
+    """Recorded metric whose value is the role of an episode; null: all episodes have one role."""
     decay: Decay = 0.95
-    """Of a baseline, for each episode of its role."""
+    """Decay of a baseline per episode of its role."""
 
 
 class GpgAdvantageSettings(AdvantageSettings):
@@ -76,8 +75,8 @@ class GpgAdvantageSettings(AdvantageSettings):
 
 
 class UserAdvantageSettings(AdvantageSettings):
-    """An estimator of the user's own (PATH.py:NAME). Other keys are kept as they are written and
-    read as attributes, `settings.beta`; `model_extra` is the mapping of all of them."""
+    """A user's own estimator (PATH.py:NAME). It keeps all other keys, as attributes
+    (`settings.beta`) and in the mapping `model_extra`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -101,4 +100,4 @@ ADVANTAGE_SETTINGS: Mapping[str, type[AdvantageSettings]] = {
     "rae": RaeSettings,
     "gpg": GpgAdvantageSettings,
 }
-"""The record of numbers of each estimator, by its name."""
+"""The settings class of each estimator, by name."""

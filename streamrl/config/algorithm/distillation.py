@@ -1,9 +1,9 @@
-"""`algorithm.distillation`: teachers whose log-probabilities say what each sampled token is worth.
+"""`algorithm.distillation`: teachers whose log-probabilities give each sampled token its advantage.
 
-A teacher is a model folder, which every rank of the learner scores with, or an engine behind a URL,
+A teacher is a model folder, with which every rank of the learner scores, or an engine at a URL,
 which the generators ask once a group is sampled.
 
-Invariant: teachers have names of their own, and each is in one place.
+Invariant: each teacher has its own name, and either a folder or a URL.
 """
 
 from collections.abc import Iterator
@@ -23,22 +23,22 @@ from streamrl.config.section import (
 
 
 class TeacherSettings(Section):
-    """One teacher: `path` or `url`."""
+    """A teacher: `path` or `url`."""
 
     name: str = "teacher"
-    """In rows, logs and errors."""
+    """Name in rows, logs and errors."""
     path: str | None = None
-    """Folder or hub name of a model in the learner, with the policy's tokenizer."""
+    """Folder or hub name of a model that the learner loads; it must have the policy's tokenizer."""
     url: str | None = None
-    """Engine that generators ask, such as http://host:8000."""
+    """Engine that the generators ask, such as http://host:8000."""
     engine: Literal["vllm", "sglang"] = "vllm"
-    """Whose requests `url` understands."""
+    """Which engine's API `url` has."""
     model: str | None = None
-    """As `url` names it; null: the one that it serves."""
+    """Name of the model at `url`; null: the only one it serves."""
     api_key_env: str | None = None
-    """Environment variable with the key of `url`."""
+    """Environment variable that holds the API key of `url`."""
     weight: PositiveNumber = 1.0
-    """Share among the teachers of a prompt, scaled to a sum of 1."""
+    """Weight among the teachers of a prompt; the weights are scaled to sum to 1."""
 
     def contradictions(self) -> Iterator[str]:
         if (self.path is None) == (self.url is None):
@@ -53,33 +53,35 @@ class TeacherSettings(Section):
 
 
 class DistillationSettings(Section):
-    """On-policy distillation: the advantage of a sampled token is log pi_T - log pi, alone or
-    beside the reward's; with `top_k` the KL is a term of the loss."""
+    """On-policy distillation: the advantage of a sampled token is log pi_T - log pi, alone or added
+    to the reward's; with `top_k` the KL is a term of the loss."""
 
     teachers: Annotated[tuple[TeacherSettings, ...], Field(min_length=1)]
-    """With names of their own."""
+    """The teachers; their names must differ."""
     column: str | None = None
-    """Column with the name of a row's teacher; null: all score every prompt."""
+    """Column with the name of the row's teacher; null: every teacher scores every prompt."""
     template: str | None = None
-    """Jinja of what teachers read instead of the prompt, with the row's columns, `prompt` and
-    `answer`; null: what the policy reads."""
+    """Jinja template of the prompt for teachers, with the row's columns, `prompt` and `answer`;
+    null: the policy's prompt."""
     coef: PositiveNumber = 1.0
-    """Factor of the difference, or of the KL."""
+    """Weight of the difference, or of the KL."""
     reward_coef: NotNegativeNumber = 0.0
-    """Factor of the reward's advantage, which is added; 0: teachers alone."""
+    """Weight of the reward's advantage, which is added; 0: teachers alone."""
     top_k: NotNegative = 0
-    """Likeliest tokens of the teacher over which the KL is taken; 0: the sampled token alone."""
+    """Number of the teacher's likeliest tokens over which the KL is taken; 0: only the sampled
+    token."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
-    """Of `top_k`: KL(pi, pi_T), or KL(pi_T, pi), which covers all that the teacher may say."""
+    """Direction of the KL with `top_k`: KL(pi, pi_T), or KL(pi_T, pi), which covers everything that
+    the teacher may say."""
     student: Literal["behavior", "proximal"] = "proximal"
-    """Whose log-probability is subtracted: that of the policy that sampled, or of the one at the
-    start of the step, by a pass."""
+    """Whose log-probability is subtracted: the sampling policy's, or by a pass the policy's at the
+    start of the step."""
     timeout_s: Seconds = 120.0
-    """Of a request by url."""
+    """Seconds that a request to `url` may take."""
     retries: NotNegative = 3
-    """Further tries of a failed request; then the group fails."""
+    """Retries of a failed request; then the group fails."""
     max_concurrent: Positive = 32
-    """Requests of a generator to a teacher at a time."""
+    """Most requests of one generator to a teacher at a time."""
 
     def contradictions(self) -> Iterator[str]:
         names = [teacher.name for teacher in self.teachers]
@@ -110,21 +112,21 @@ class DistillationSettings(Section):
 
     @property
     def compares_proximal(self) -> bool:
-        """Whether an advantage is made of the log-probabilities at the start of the step."""
+        """Whether the advantage uses log-probabilities of the policy at the start of the step."""
         return self.student == "proximal" and not self.top_k
 
     @property
     def in_learner(self) -> tuple[TeacherSettings, ...]:
-        """Those that are model folders."""
+        """The teachers that are model folders."""
         return tuple(teacher for teacher in self.teachers if teacher.path is not None)
 
     @property
     def by_url(self) -> tuple[TeacherSettings, ...]:
-        """Those that are engines."""
+        """The teachers that are engines."""
         return tuple(teacher for teacher in self.teachers if teacher.url is not None)
 
     def share(self, teacher: TeacherSettings) -> float:
-        """Of the log-probability of a token that this teacher scores."""
+        """Name of the metric of this teacher's log-probabilities."""
         if self.column is not None:
             return 1.0
         return teacher.weight / sum(other.weight for other in self.teachers)

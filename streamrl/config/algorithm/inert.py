@@ -1,8 +1,8 @@
-"""Settings that cannot act under the other ones, each with what would make it act.
+"""Settings that have no effect under the others, each with what would give it one.
 
-Invariant: a setting listed here changes no update of the run, whatever its value. Set by hand it is
-refused, unless to null, which switches it off; left alone it has its default, and the run's
-config.yaml leaves it out.
+Invariant: a setting listed here changes no update of the run, whatever its value. If set by hand it
+is refused, except to null, which switches it off; otherwise it has its default and is omitted from
+the run's config.yaml.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from streamrl.config.algorithm.settings import AlgorithmSettings
 from streamrl.config.section import unfolded
 
 _Row: TypeAlias = tuple[str, Iterable[str], str]
-"""A section, names in it, and why they cannot act."""
+"""A section, names of settings in it, and why they have no effect."""
 _SEVERAL_UPDATES = "set learner.updates_per_batch or learner.epochs above 1"
 _SHAPES_THE_SUM = (
     *("format_penalty", "truncated_penalty", "agentic", "norm_mean", "norm_std"),
@@ -37,8 +37,8 @@ _OF_ADVANTAGES = RATIO_SETTINGS - PENALTY_SETTINGS | {
 
 
 def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[tuple[str, str, str]]:
-    """Section and name of those that cannot act with so many updates a batch, set or not; and why,
-    with what would make each act."""
+    """Section, name and reason of each setting that has no effect with so many updates per batch,
+    whether it is set or not; the reason says what would give it one."""
     rows = (
         _of_the_loss(config, num_updates),
         _of_rewards(config),
@@ -50,7 +50,7 @@ def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[tupl
 
 
 def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorDetails]:
-    """One for each setting that cannot act and was set by hand."""
+    """A sentence for each setting without effect that was set by hand."""
     for section, name, sentence in inert_settings(config, num_updates):
         record: Any = getattr(config, section)
         is_set = section in config.model_fields_set and name in record.model_fields_set
@@ -61,7 +61,7 @@ def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorD
 
 
 def _of_the_loss(config: AlgorithmSettings, num_updates: int) -> Iterator[_Row]:
-    """Nothing is known of a user's own loss."""
+    """Nothing is known about a user's own loss."""
     if config.loss not in LOSS_SETTINGS:
         return
     numbers = LOSS_SETTINGS[config.loss].model_fields
@@ -118,7 +118,7 @@ def _of_values(config: AlgorithmSettings, num_updates: int) -> Iterator[_Row]:
 
 
 def _of_rollout_is(config: AlgorithmSettings) -> Iterator[_Row]:
-    """A switch that is off is not listed: it may be spelled out."""
+    """A switch that is off is not listed: writing it out is harmless."""
     correction = config.rollout_is
     if correction.threshold is None:
         why = """the veto makes weights 0, and threshold null switches weights off, so it cannot

@@ -1,7 +1,7 @@
-"""`algorithm.loss` and `algorithm.loss_config`: the policy loss, and a record of numbers for each.
+"""`algorithm.loss` and `algorithm.loss_config`: the policy loss and its settings.
 
-Invariant: `LOSS_SETTINGS` names the record of every loss; a record holds what its loss reads, and
-the aggregation that the other terms of the objective share. `POLICY_LOSSES` in
+Invariant: `LOSS_SETTINGS` has the settings class of every loss, with what the loss reads and the
+aggregation that the other terms of the objective share. `POLICY_LOSSES` in
 `streamrl.algorithms.losses` has the same keys (a test compares them).
 """
 
@@ -22,15 +22,15 @@ AggregationMode = Literal[
 
 
 class LossSettings(Section):
-    """Numbers of the loss: how those per token become one, and its own below."""
+    """Settings of the loss: the aggregation, and its own listed below."""
 
     loss_agg_mode: AggregationMode = "token-mean"
-    """How token losses become one. gspo, luspo, sapo and geo_mean take a mean over sequences, and
-    use this for KL, entropy and SFT."""
+    """How the losses of tokens are aggregated. gspo, luspo, sapo and geo_mean always take a mean
+    over sequences, and use this for KL, entropy and SFT."""
     loss_scale_factor: PositiveNumber | None = None
-    """What seq-mean-token-sum-norm divides by; null: `generator.max_new_tokens`."""
+    """Divisor of seq-mean-token-sum-norm; null: `generator.max_new_tokens`."""
     norm_by_sequences: bool = True
-    """Whether seq-mean-token-sum-norm divides by the number of sequences, too."""
+    """Whether seq-mean-token-sum-norm also divides by the number of sequences."""
 
 
 class ClipRangeSettings(LossSettings):
@@ -46,91 +46,93 @@ class PpoSettings(ClipRangeSettings):
     """ppo: the clipped surrogate with dual clip."""
 
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
-    """Dual clip: largest ratio counted where the advantage is negative; null: off."""
+    """Dual clip: largest ratio for negative advantages; null: off."""
 
 
 class GspoSettings(ClipRangeSettings):
-    """gspo: the clipped ratio of whole sequences."""
+    """gspo: clips the ratio of whole sequences."""
 
 
 class LuspoSettings(ClipRangeSettings):
-    """luspo: gspo with every sequence counted by its length."""
+    """luspo: gspo with each sequence weighted by its length."""
 
 
 class GeoMeanSettings(ClipRangeSettings):
-    """geo_mean: the geometric mean of clipped ratios; the range is that of the log-ratio."""
+    """geo_mean: the geometric mean of clipped ratios; the clip range is that of the log-ratio."""
 
 
 class CispoSettings(ClipRangeSettings):
-    """cispo: the clipped ratio as a constant weight; the paper has `clip_ratio_low: 1`, no lower
-    bound."""
+    """cispo: the clipped ratio as a constant weight; the paper has no lower bound (`clip_ratio_low:
+    1`)."""
 
 
 class SapoSettings(LossSettings):
     """sapo: a soft gate instead of a clip."""
 
     tau_pos: PositiveNumber = 1.0
-    """Sharpness of the gate where the advantage is positive."""
+    """Sharpness of the gate for positive advantages."""
     tau_neg: PositiveNumber = 1.05
-    """Sharpness of the gate elsewhere."""
+    """Sharpness of the gate for other advantages."""
 
 
 class ClipCovSettings(ClipRangeSettings):
-    """clip_cov: drops the loss of random tokens of high covariance; which, depends on how a batch
-    is cut into micro-batches and over ranks."""
+    """clip_cov: drops the loss of random tokens with high covariance, chosen within each
+    micro-batch of each rank."""
 
     clip_cov_ratio: Share = 2e-4
-    """Share of the tokens of a micro-batch whose loss is dropped."""
+    """Share of a micro-batch's tokens whose loss is dropped."""
     clip_cov_lb: float = 1.0
-    """Only above this covariance."""
+    """Lower bound of the covariance of these tokens."""
     clip_cov_ub: float = 5.0
-    """Only below this covariance."""
+    """Upper bound of the covariance of these tokens."""
 
 
 class KlCovSettings(LossSettings):
-    """kl_cov: penalizes the tokens of highest covariance; which, depends on the cut as well."""
+    """kl_cov: penalizes the tokens with the highest covariance, chosen within each micro-batch of
+    each rank."""
 
     kl_cov_ratio: Share = 2e-4
-    """Share of the tokens of a micro-batch with the penalty."""
+    """Share of a micro-batch's tokens that are penalized."""
     kl_cov_coef: NotNegativeNumber = 0.1
     """Weight of the penalty."""
 
 
 class DppoSettings(LossSettings):
-    """dppo_tv and dppo_kl: a trust region on the divergence of each token."""
+    """dppo_tv and dppo_kl: a trust region on each token's divergence."""
 
     clip_ratio_low: NotNegativeNumber = 0.2
-    """Divergence allowed where a token becomes less likely."""
+    """Allowed divergence of tokens that become less likely."""
     clip_ratio_high: NotNegativeNumber = 0.2
-    """Divergence allowed where a token becomes likelier."""
+    """Allowed divergence of tokens that become likelier."""
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
-    """Largest weight of a token, its ratio to the proximal policy; null: no bound."""
+    """Upper bound of a token's weight, its ratio to the proximal policy; null: none."""
     divergence_topk: NotNegative = 0
-    """Likeliest tokens of the behavior policy compared one by one; all others count as one."""
+    """Number of the behavior policy's likeliest tokens to compare one by one; all others count as
+    one outcome."""
     log_ratio_coef: NotNegativeNumber = 0.0
-    """Of the squared log-ratio, outside the region too; 0.001 is usual."""
+    """Weight of the squared log-ratio of all tokens; 0.001 is usual."""
 
 
 class VespoSettings(LossSettings):
     """vespo: a soft weight of whole sequences, w^k exp(lambda (1 - w))."""
 
     k_pos: NotNegativeNumber = 2.0
-    """k where the advantage is not negative: how fast the weight falls below 1."""
+    """k for advantages that are not negative: how fast the weight falls for w below 1."""
     lambda_pos: NotNegativeNumber = 3.0
-    """lambda there: how fast it falls above 1."""
+    """lambda for advantages that are not negative: how fast the weight falls for w above 1."""
     k_neg: NotNegativeNumber = 3.0
-    """k elsewhere."""
+    """k for negative advantages."""
     lambda_neg: NotNegativeNumber = 2.0
-    """lambda elsewhere."""
+    """lambda for negative advantages."""
 
 
 class ToprSettings(LossSettings):
     """topr: positive trajectories as in SFT, negative ones tapered."""
 
     topr_positive_weight: NotNegativeNumber = 1.0
-    """Of trajectories with a positive reward."""
+    """Weight of trajectories with a positive reward."""
     topr_negative_weight: NotNegativeNumber = 1.0
-    """Of the others."""
+    """Weight of the others."""
 
 
 class DroSettings(LossSettings):
@@ -139,12 +141,12 @@ class DroSettings(LossSettings):
     dro_beta: PositiveNumber = 0.5
     """Weight of half the squared log-ratio."""
     dro_level: Literal["token", "sequence"] = "token"
-    """Whose: of each token, or of the whole response (Kimi k1.5)."""
+    """Whose log-ratio: of each token, or of the whole response (Kimi k1.5)."""
 
 
 class UserLossSettings(LossSettings):
-    """A loss of the user's own (PATH.py:NAME). Other keys are kept as they are written and read as
-    attributes, `settings.beta`; `model_extra` is the mapping of all of them."""
+    """A user's own loss (PATH.py:NAME). It keeps all other keys, as attributes (`settings.beta`)
+    and in the mapping `model_extra`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -166,25 +168,25 @@ LOSS_SETTINGS: Mapping[str, type[LossSettings]] = {
     "reinforce": LossSettings,
     "dro": DroSettings,
 }
-"""The record of numbers of each loss, by its name."""
+"""The settings class of each loss, by name."""
 
 PENALTY_SETTINGS = frozenset(
     {"kl_cov_ratio", "kl_cov_coef", "dro_beta", "dro_level", "log_ratio_coef"}
 )
-"""Numbers of what is added to the loss of a token for its ratio, whatever its advantage."""
+"""Settings of penalties on a token's ratio that do not depend on its advantage."""
 
 RATIO_SETTINGS = PENALTY_SETTINGS | {
     *("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg"),
     *("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
 }
-"""Numbers that change nothing while the ratio to the proximal policy is 1."""
+"""Settings without effect while the ratio to the proximal policy is 1."""
 
 SUM_NORM = "seq-mean-token-sum-norm"
 SUM_NORM_SETTINGS = ("loss_scale_factor", "norm_by_sequences")
-"""Numbers of that aggregation."""
+"""Settings of the aggregation seq-mean-token-sum-norm."""
 
 RATIO_FREE_LOSSES = ("gpg", "reinforce", "dro")
-"""Losses without a ratio to the proximal policy: only importance weights correct them."""
+"""Losses without a ratio to the proximal policy, which only importance weights correct."""
 
 SEQUENCE_MEAN_LOSSES: Mapping[str, AggregationMode] = {
     "gspo": "seq-mean-token-mean",
@@ -192,4 +194,4 @@ SEQUENCE_MEAN_LOSSES: Mapping[str, AggregationMode] = {
     "geo_mean": "seq-mean-token-mean",
     "sapo": "seq-mean-token-mean",
 }
-"""Losses that are always aggregated so, a mean over sequences, whatever `loss_agg_mode`."""
+"""Losses that are always aggregated in this way, whatever `loss_agg_mode`."""

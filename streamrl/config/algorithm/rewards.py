@@ -1,6 +1,7 @@
-"""`algorithm.reward`, `sample_weight` and `pf_ppo`: from rewards to what is trained.
+"""`algorithm.reward`, `sample_weight` and `pf_ppo`: from the rewards of trajectories to those of
+tokens.
 
-The order is fixed and stands in `streamrl.algorithms.reward_shaping`.
+The fixed order is described in `streamrl.algorithms.reward_shaping`.
 """
 
 from collections.abc import Iterator
@@ -12,23 +13,24 @@ NormScope = Literal["batch", "group", "running"]
 
 
 class AgenticNormalizationSettings(Section):
-    """Normalization of episode scores, instead of norm_mean and norm_std."""
+    """Normalization of episode scores, in place of norm_mean and norm_std."""
 
     grouping: Literal["state", "batch", "inductive"] = "state"
-    """Compared episodes: of one start state, all, or of one environment."""
+    """Episodes that are compared: those with the same start state, all, or those of one
+    environment."""
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = "mean_std"
-    """asym_clip is mean_std within [-1, 3]."""
+    """Method; asym_clip is mean_std clamped to [-1, 3]."""
 
 
 class LengthRewardSettings(Section):
-    """Soft punishment of overlong responses (DAPO, eq. 13)."""
+    """Soft penalty for overlong responses (DAPO, eq. 13)."""
 
     max_length: Positive
-    """Response tokens with the full penalty."""
+    """Response tokens at which the penalty is full."""
     buffer: Positive
-    """Tokens before that over which it grows from 0."""
+    """Tokens before `max_length` over which the penalty grows from 0."""
     penalty: PositiveNumber = 1.0
-    """Subtracted from the reward."""
+    """The full penalty, subtracted from the reward."""
 
     def contradictions(self) -> Iterator[str]:
         if self.buffer > self.max_length:
@@ -37,16 +39,16 @@ class LengthRewardSettings(Section):
 
 
 class RewardShapingSettings(Section):
-    """Shaping of rewards, in the order of the fields."""
+    """Reward shaping, in the order of the fields."""
 
     format_penalty: NotNegativeNumber = 0.0
-    """Subtracted per turn that the environment could not parse."""
+    """Penalty per turn that the environment could not parse."""
     truncated: Literal["train", "mask", "penalize"] = "train"
-    """Trajectories that a limit cut: train, mask in the loss, or penalize them."""
+    """Truncated trajectories: train them, mask them in the loss, or penalize them."""
     truncated_penalty: PositiveNumber | None = None
-    """Subtracted by penalize."""
+    """Penalty of `truncated: penalize`."""
     agentic: AgenticNormalizationSettings | None = None
-    """For agentic tasks; null: norm_mean and norm_std."""
+    """Normalization for agentic tasks; null: norm_mean and norm_std."""
     norm_mean: NormScope | None = None
     """Scope of the mean that is subtracted; null: none."""
     norm_std: NormScope | None = None
@@ -54,15 +56,15 @@ class RewardShapingSettings(Section):
     clip: PositiveNumber | None = None
     """Bound on the magnitude."""
     length: LengthRewardSettings | None = None
-    """Null for none."""
+    """Null: none."""
     placement: Literal["episode", "turn"] = "episode"
-    """Whether rewards stand at the episode's last token, or at the end of their turn."""
+    """Where rewards are placed: at the episode's last token, or at the end of their turn."""
     whiten: bool = False
     """Standardize token rewards over the batch."""
     difficulty_low: float | None = None
-    """Groups with a mean reward at or below this are not trained."""
+    """Groups whose mean reward is at or below this are not trained."""
     difficulty_high: float | None = None
-    """Groups with a mean reward at or above this are not trained."""
+    """Groups whose mean reward is at or above this are not trained."""
 
     def contradictions(self) -> Iterator[str]:
         if self.agentic and (self.norm_mean or self.norm_std):
@@ -76,7 +78,7 @@ class RewardShapingSettings(Section):
 
 
 class SampleWeightSettings(Section):
-    """Weights of trajectories in the loss, scaled to mean 1."""
+    """Weights of trajectories in the loss, scaled to a mean of 1."""
 
     difficulty: bool = False
     """Harder prompts weigh more: 0.5 + 1.5 difficulty."""
@@ -88,6 +90,7 @@ class PfPpoSettings(Section):
     """Resampling of trajectories by reward (PF-PPO, arXiv 2409.06957)."""
 
     method: Literal["pow", "max_min", "max_random"] = "pow"
-    """Chances: |reward|^weight_pow; only best and worst; best 0.4, others 0.1."""
+    """Relative probability of a trajectory. pow: |reward|^weight_pow; max_min: only the best and
+    the worst; max_random: 0.4 for the best, 0.1 for the others."""
     weight_pow: NotNegativeNumber = 2.0
-    """Exponent of method pow."""
+    """Exponent of the method pow."""

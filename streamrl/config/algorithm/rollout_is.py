@@ -1,6 +1,6 @@
-"""`algorithm.rollout_is`: rollout importance sampling, and the presets to start from.
+"""`algorithm.rollout_is`: rollout importance sampling, and presets to start from.
 
-Invariant: a record that exists has 0 < lower < upper wherever bounds are in force.
+Invariant: in any valid record 0 < lower < upper wherever bounds apply.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ REJECTION_STATISTICS = tuple(
 
 
 class RejectionRule(Section):
-    """One test; also short: `{seq_mean_k3: 0.1}`."""
+    """One test; short form: `{seq_mean_k3: 0.1}`."""
 
     statistic: str
-    """`token | seq_sum | seq_mean | seq_max`, then `_k1 | _k2 | _k3`, such as `seq_mean_k3`."""
+    """token, seq_sum, seq_mean or seq_max, followed by _k1, _k2 or _k3, such as `seq_mean_k3`."""
     upper: PositiveNumber
-    """Largest value kept; for k1 the largest behavior/train ratio kept."""
+    """Largest value that is kept; for k1 the largest behavior/train ratio."""
     lower: PositiveNumber | None = None
-    """Smallest behavior/train ratio kept, k1 only; null: 1 / upper."""
+    """k1 only: smallest behavior/train ratio that is kept; null: 1 / upper."""
 
     @model_validator(mode="before")
     @classmethod
@@ -49,7 +49,7 @@ class RejectionRule(Section):
 
     @property
     def is_ratio(self) -> bool:
-        """Whether the bounds are on the ratio behavior/train rather than on a divergence."""
+        """Whether the bounds are on the ratio behavior/train instead of on a divergence."""
         return self.statistic.endswith("k1")
 
     @property
@@ -58,42 +58,44 @@ class RejectionRule(Section):
 
 
 class RolloutISSettings(Section):
-    """How the weight exp(train - behavior) of stale trajectories is made, bounded and applied: a
-    preset's name, or what differs from token_is."""
+    """How the weights exp(train - behavior) of stale trajectories are computed, bounded and
+    applied: a preset's name, or the settings that differ from token_is."""
 
     threshold: PositiveNumber | None = 2.0
-    """Upper bound U of a weight; null: no weights; "lo_up" zeroes outside (IcePop)."""
+    """Upper bound U of a weight; null: no weights; "lo_up": zero outside both bounds (IcePop)."""
     threshold_lower: PositiveNumber | None = None
-    """Lower bound L; null: 1 / threshold."""
+    """Lower bound L of a weight; null: 1 / threshold."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """A ratio per token, their product per sequence, or their geometric mean."""
+    """The ratio per token, or per sequence their product or their geometric mean."""
     mode: Literal["truncate", "clip", "mask"] = "truncate"
-    """`truncate` caps at U, `clip` (or `mask`) zeroes outside [L, U]."""
+    """truncate: weights above U become U; clip (or mask): weights outside [L, U] become 0."""
     veto_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """A sequence with a token whose ratio is below this weighs 0; 1e-4 is usual, null: off."""
+    """Veto: a sequence with a token whose ratio is below this gets weight 0; 1e-4 is usual, null:
+    off."""
     apply: bool = True
-    """False: metrics alone."""
+    """Whether the loss uses the weights; false: metrics only."""
     normalize_by: Literal["all", "kept"] = "all"
-    """Loss denominators count all response tokens, or those that contribute."""
+    """Whether the denominators of the loss count all response tokens, or only those that
+    contribute."""
     batch_normalize: bool = False
-    """Divide by the mean weight after bounding."""
+    """Divide the weights by their mean after bounding."""
     rejection: tuple[RejectionRule, ...] = ()
     """Tests that a token must pass to stay in the loss."""
     second_moment: PositiveNumber | None = None
-    """Mask harmful tokens until the mean squared log-ratio of the others is at most this (M2PO);
-    0.04 is usual, null: off."""
+    """Mask harmful tokens until the mean squared log-ratio of the remaining ones is at most this
+    (M2PO); 0.04 is usual, null: off."""
     engine_threshold: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound U of a token's factor of engine mismatch, known by `algorithm.rescore_share`;
+    """Upper bound U of a token's engine-mismatch factor, which `algorithm.rescore_share` measures;
     null: off."""
     lag_threshold: Annotated[float, Field(gt=1)] | None = None
-    """The same for policy lag."""
+    """The same for its policy-lag factor."""
     scale_lr: bool = False
-    """Multiply an update's learning rate by sqrt(ESS / B) of its B sequences (VCPO)."""
+    """Multiply the learning rate of an update by sqrt(ESS / B) of its B sequences (VCPO)."""
 
     @model_validator(mode="before")
     @classmethod
     def _expand_two_sided(cls, value: Any) -> Any:
-        """`threshold: "0.5_5.0"` means both bounds, zero outside."""
+        """`threshold: "0.5_5.0"` sets both bounds, with zero outside."""
         if not isinstance(value, dict) or not isinstance(value.get("threshold"), str):
             return value
         lower, upper = _split_bounds(value["threshold"], "threshold")
@@ -115,25 +117,25 @@ class RolloutISSettings(Section):
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is computed: no weights, no masks, no metrics."""
+        """Whether nothing is computed: no weights, masks or metrics."""
         is_bare = not self.rejection and not self.bounds_factors
         return self.threshold is None and is_bare and self.second_moment is None
 
     @property
     def applies_weights(self) -> bool:
-        """Whether weights are in the loss; the veto too, which makes them 0."""
+        """Whether the loss uses weights, including the zeros of the veto."""
         return self.threshold is not None and self.apply
 
     @property
     def lower(self) -> float:
-        """L; 0 while the system is off."""
+        """The lower bound L; 0 if there are no weights."""
         if self.threshold is None:
             return 0.0
         return 1.0 / self.threshold if self.threshold_lower is None else self.threshold_lower
 
     @property
     def bounds_factors(self) -> bool:
-        """Whether engine mismatch or policy lag has a bound of its own."""
+        """Whether engine mismatch or policy lag has its own bound."""
         return self.engine_threshold is not None or self.lag_threshold is not None
 
     @property
@@ -142,20 +144,20 @@ class RolloutISSettings(Section):
 
     @property
     def masks_tokens(self) -> bool:
-        """Whether a rule takes out tokens one by one, whatever their weights."""
+        """Whether a rule rejects single tokens, independently of their weights."""
         by_rule = any(rule.statistic.startswith("token_") for rule in self.rejection)
         by_factor = self.bounds_factors and self.zeroes_outside
         return by_rule or by_factor or self.second_moment is not None
 
     @property
     def weighs_tokens_zero(self) -> bool:
-        """Whether a bound gives single tokens weight 0."""
+        """Whether a bound can give single tokens weight 0."""
         return self.applies_weights and self.zeroes_outside and self.level == "token"
 
 
 _VETO = 1e-4
 _UNBOUNDED = 1e6
-"""For papers that do not bound the ratio of a token; beyond it is a broken engine."""
+"""Bound for papers that do not bound the token ratio; a larger ratio means a broken engine."""
 
 ROLLOUT_IS_PRESETS = {
     "off": RolloutISSettings(threshold=None),
@@ -176,7 +178,7 @@ ROLLOUT_IS_PRESETS = {
 
 
 def rollout_is_preset(value: object) -> object:
-    """The preset of that name, or ValueError; what is no name is a record."""
+    """The preset of that name, or the record itself; ValueError for an unknown name."""
     if not isinstance(value, str):
         return value
     if value not in ROLLOUT_IS_PRESETS:
@@ -185,7 +187,7 @@ def rollout_is_preset(value: object) -> object:
 
 
 def _split_bounds(bounds: Any, field: str) -> tuple[float | None, float]:
-    """`2.0` and "2.0" are an upper bound, "0.5_2.0" is lower and upper."""
+    """`2.0` and "2.0" set the upper bound, "0.5_2.0" the lower and the upper one."""
     parts = str(bounds).split("_")
     try:
         numbers = [float(part) for part in parts]

@@ -1,12 +1,12 @@
-"""The `algorithm:` section: which advantage, which loss, which correction, and their numbers.
+"""The `algorithm:` section: advantage, loss, correction, and their settings.
 
-Invariant: every name in it is a name that `streamrl.algorithms` knows, checked without importing
-torch. What is given beside a preset goes before it, so a preset and its settings written out are
-one configuration; one beside which all of it is given otherwise is refused.
+Invariant: every name in it is known to `streamrl.algorithms`; this is checked without importing
+torch. Settings given beside a preset override it, so a preset and its settings written out are the
+same configuration; a preset of which nothing is left is refused.
 
-The record of the loss, or of the advantage, is that of the choice, so a number that the choice does
-not read is refused. A published algorithm is an advantage and a loss with their numbers: GRPO names
-the advantage, and its loss is PPO's.
+The settings of the loss and of the advantage depend on the choice, so a setting that the choice
+does not read is refused. A published algorithm is a combination of an advantage and a loss: GRPO
+names the advantage, and its loss is PPO's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,10 +63,10 @@ from streamrl.user_code import check_user_code, is_user_code
 
 
 def _chosen_of(known: Mapping[str, object], elsewhere: Mapping[str, str]) -> AfterValidator:
-    """A name that is built in or has the form of a user's own.
+    """Check that a name is built in or has the form of a user's own.
 
     Args:
-        elsewhere: what to set instead, for names that people give to this choice by mistake.
+        elsewhere: what to set instead, for names that people use here by mistake.
     """
 
     def check(name: str) -> str:
@@ -86,11 +86,12 @@ _RECORDS: Mapping[str, Mapping[str, type[Section]]] = {
     "loss": LOSS_SETTINGS,
 }
 _OWN: Mapping[str, type[Section]] = {"advantage": UserAdvantageSettings, "loss": UserLossSettings}
-"""The records of a user's own, which keep every key."""
+"""The settings classes of a user's own choices, which keep every key."""
 
 
 def _record_of(kind: str, name: str, value: object) -> Section:
-    """The value, a mapping of the file or a record, as the record of the advantage or the loss."""
+    """Turn a mapping from the file, or a record, into the settings class of the advantage or the
+    loss."""
     if is_user_code(name):
         return _OWN[kind].model_validate(value)
     record = _RECORDS[kind][name]
@@ -102,7 +103,7 @@ def _record_of(kind: str, name: str, value: object) -> Section:
 
 
 def _record_beside(fields: Mapping[str, Any], kind: str, value: object) -> Section:
-    """As `_record_of`, of the choice among the fields; where that is refused itself, any record."""
+    """`_record_of` for the choice among the fields; any record if the choice itself is refused."""
     return _record_of(kind, fields[kind], value) if kind in fields else _OWN[kind]()
 
 
@@ -141,9 +142,9 @@ class KlLossSettings(Section):
     """KL to the reference policy in the loss."""
 
     coef: NotNegativeNumber = 0.0
-    """0 is off; 0.001 is usual."""
+    """Weight; 0: off; 0.001 is usual."""
     kind: Annotated[str, _one_of(KL_KINDS)] = "low_var_kl"
-    """Estimator; a trailing + takes the gradient of k2."""
+    """KL estimator; with a trailing + it has the gradient of k2."""
 
     @property
     def is_exact(self) -> bool:
@@ -154,52 +155,53 @@ class KlRewardSettings(Section):
     """KL to the reference policy, subtracted from each token's reward."""
 
     coef: NotNegativeNumber = 0.0
-    """0 is off; with the adaptive controller the first value."""
+    """Weight; 0: off; with the adaptive controller the initial value."""
     kind: Annotated[str, _one_of(_KL_OF_TOKENS)] = "kl"
-    """Estimator; not `full`."""
+    """KL estimator; not `full`."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """Whether `coef` follows the measured KL."""
+    """fixed, or adaptive: `coef` follows the measured KL."""
     target: PositiveNumber = 0.1
-    """adaptive: the KL aimed for."""
+    """adaptive: the target KL."""
     horizon: Positive = 10_000
-    """adaptive: trajectories over which `coef` may change by a fifth."""
+    """adaptive: number of trajectories over which `coef` may change by a fifth."""
 
 
 class ValueSettings(Section):
-    """The critic of advantage gae; null is as the policy's."""
+    """The critic of advantage gae; null: as for the policy."""
 
     model_path: str | None = None
-    """Folder or hub name that it begins as, with the policy's tokenizer."""
+    """Folder or hub name of its initial model, which must have the policy's tokenizer."""
     max_tokens_per_micro_batch: Positive | None = None
-    """Tokens of a forward and backward pass."""
+    """Tokens per forward and backward pass."""
     clip_range: PositiveNumber | None = 0.5
-    """How far a value may move before its loss stops falling."""
+    """Clip range: how far a value may move from the old one before it is clipped in the loss."""
     coef: NotNegativeNumber = 1.0
-    """Weight of its loss."""
+    """Weight of the critic's loss."""
     loss_agg_mode: AggregationMode = "token-mean"
-    """As of the policy's loss."""
+    """Aggregation, as for the policy's loss."""
     lr: LearningRate | None = None
     """Learning rate."""
     betas: tuple[Decay, Decay] | None = None
-    """Decay of the two moments."""
+    """Decay rates of the two moments."""
     eps: PositiveNumber | None = None
-    """Added to the denominator."""
+    """Added to the denominator of the update."""
     weight_decay: NotNegativeNumber | None = None
-    """Decoupled."""
+    """Decoupled weight decay."""
     max_grad_norm: PositiveNumber | None = None
-    """Global norm that its gradients are clipped to."""
+    """Global norm that the critic's gradients are clipped to."""
     critic_warmup: NotNegative = 0
-    """First steps that train it alone."""
+    """Number of first steps that train only the critic."""
 
 
 class DynamicSamplingSettings(Section):
-    """Groups whose siblings all have one reward are dropped and the next prompts sampled (DAPO,
-    arXiv 2503.14476)."""
+    """Drop groups whose siblings all have the same reward, and sample the next prompts instead
+    (DAPO, arXiv 2503.14476)."""
 
     metric: str = "reward"
-    """What must differ: reward, before shaping, or a metric that the environment records."""
+    """What must differ within a group: the reward before shaping, or a metric that the environment
+    records."""
     max_refills: PositiveNumber = 9.0
-    """Most groups left out for each one kept."""
+    """Most groups dropped per group that is kept."""
 
 
 _PUBLISHED = {
@@ -243,7 +245,7 @@ NOT_ADVANTAGES = _PUBLISHED | {
     + ("; PPO's advantage is gae" if name == "ppo" else "")
     for name in LOSS_SETTINGS.keys() - ADVANTAGE_SETTINGS.keys()
 }
-"""By name, what to set instead."""
+"""By name: what to set instead."""
 
 
 ALGORITHM_PRESETS: dict[str, Mapping[str, Any]] = {
@@ -254,14 +256,15 @@ ALGORITHM_PRESETS: dict[str, Mapping[str, Any]] = {
         "rollout_is": {"scale_lr": True},
     }
 }
-"""By name, fields of the section `algorithm`; docs/importance-sampling.md has what they keep."""
+"""By name: the fields of the section `algorithm`; docs/importance-sampling.md has the results of
+each."""
 DEFAULT_PRESET: Final = "stream"
 CHOICES: Final = ("advantage", "advantage_config", "loss", "loss_config", "proximal", "rollout_is")
-"""What a preset stands for."""
+"""The fields of a preset."""
 
 
 def _is_replaced(ours: Any, given: Any) -> bool:
-    """Whether nothing of the preset's value is left beside what is given."""
+    """Whether the given settings override everything in the preset."""
     if isinstance(ours, Mapping) and isinstance(given, Mapping):
         return all(key in given and given[key] != value for key, value in ours.items())
     return bool(given != ours)
@@ -287,13 +290,14 @@ class AlgorithmSettings(Section):
         ROLLOUT_IS_PRESETS["token_is"]
     )
     proximal: Literal["recompute", "behavior", "loglinear", "linear"] = "recompute"
-    """The policy that ratios are taken to: of a pass of its own, the behavior policy, or a mix."""
+    """The policy in the denominator of ratios: recomputed by a pass, the behavior policy, or
+    interpolated."""
     rescore_share: Probability = 0.0
-    """Share of the groups scored once more under the learner's weights of their sampling version,
-    to tell engine mismatch from lag. Costs host memory."""
+    """Share of the groups that are scored again under the learner's weights of their sampling
+    version, to separate engine mismatch from policy lag. Costs host memory."""
     router_replay: RouterReplay = "off"
-    """Record which experts the engine took for each token, for metrics (record) or to train with
-    (replay)."""
+    """Record which experts the engine chose for each token, only for metrics (record), or to train
+    with the same ones (replay)."""
     rl_loss_coef: NotNegativeNumber = 1.0
     """Weight of the policy loss."""
     entropy_coef: NotNegativeNumber = 0.0
@@ -306,23 +310,24 @@ class AlgorithmSettings(Section):
     kl_loss: KlLossSettings = KlLossSettings()
     kl_reward: KlRewardSettings = KlRewardSettings()
     distillation: DistillationSettings | None = None
-    """Null for none."""
+    """Null: none."""
     value: ValueSettings = ValueSettings()
     reward: RewardShapingSettings = RewardShapingSettings()
     sample_weight: SampleWeightSettings = SampleWeightSettings()
     dynamic_sampling: DynamicSamplingSettings | None = None
-    """Null leaves out none."""
+    """Null: no group is dropped."""
     pf_ppo: PfPpoSettings | None = None
-    """Null for none."""
+    """Null: none."""
     preset: Literal["stream"] | None = DEFAULT_PRESET
-    """stream is advantage opob, loss vespo, proximal behavior and rollout_is.scale_lr, unless given
-    beside it. Null where one of these or their _config is given in place of it."""
+    """stream: advantage opob, loss vespo, proximal behavior and rollout_is.scale_lr; settings given
+    beside it override it. Without `preset` it is stream, or null if one of these or their _config
+    is given."""
 
     @model_validator(mode="before")
     @classmethod
     def _over_preset(cls, section: object) -> object:
-        """The fields of a section with those of its preset under them, of which something must be
-        left. Without one it is the default, unless one of CHOICES is given."""
+        """The given fields on top of those of the preset, of which something must be left. The
+        default preset applies unless one of CHOICES is given."""
         if not isinstance(section, Mapping):
             return section
         preset = section.get("preset", DEFAULT_PRESET)
@@ -363,12 +368,13 @@ class AlgorithmSettings(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether some term compares with the reference policy."""
+        """Whether any term compares with the reference policy."""
         return self.kl_loss.coef > 0 or self.kl_reward.coef > 0
 
     @property
     def needs_reference_logprobs(self) -> bool:
-        """Whether a term takes them token by token; exact KL takes hidden states instead."""
+        """Whether a term needs the reference's log-probabilities of tokens; the exact KL needs
+        hidden states instead."""
         return self.kl_reward.coef > 0 or (self.kl_loss.coef > 0 and not self.kl_loss.is_exact)
 
     @property
@@ -378,7 +384,7 @@ class AlgorithmSettings(Section):
 
     @property
     def reads_rewards(self) -> bool:
-        """Whether the advantage of the reward is part of a token's advantage."""
+        """Whether the reward's advantage is part of a token's advantage."""
         return self.distillation is None or self.distillation.reward_coef > 0
 
     @property
@@ -388,12 +394,12 @@ class AlgorithmSettings(Section):
 
     @property
     def has_other_terms(self) -> bool:
-        """Whether the loss has more terms of sampled tokens than that of the policy."""
+        """Whether the loss has terms of sampled tokens besides the policy loss."""
         return bool(self.kl_loss.coef or self.entropy_coef or self.sft_coef or self.num_taught)
 
     @property
     def num_taught(self) -> int:
-        """Candidates of a teacher that the loss compares with, of each token."""
+        """Number of a teacher's candidates per token that the loss compares with."""
         return 0 if self.distillation is None else self.distillation.top_k
 
     @property
@@ -402,8 +408,8 @@ class AlgorithmSettings(Section):
 
     @property
     def needs_ratios(self) -> bool:
-        """Whether the advantage is made of the policy's log-probabilities, which must be known
-        before: it weighs trajectories by their ratios, or teachers are compared with them."""
+        """Whether the advantage needs the policy's log-probabilities first: to weight trajectories
+        by their ratios, or to compare teachers with them."""
         is_compared = self.distillation is not None and self.distillation.compares_proximal
         return is_compared or (self.advantage in ("opob", "otb") and self.reads_rewards)
 
@@ -419,13 +425,13 @@ class AlgorithmSettings(Section):
 
     @property
     def ratio_holds_correction(self) -> bool:
-        """Whether weights are for the metrics only: the loss's ratio is to the behavior policy, and
-        they would count it twice. Tokens that rejection and veto take out still weigh 0."""
+        """Whether the loss's own ratio is to the behavior policy, so weights would count it twice
+        and are for metrics only. Rejected and vetoed tokens still have weight 0."""
         return self.proximal == "behavior" and self.loss not in RATIO_FREE_LOSSES
 
     @property
     def corrects_as_a_whole(self) -> bool:
-        """Whether the correction of a token depends on the other tokens of its update."""
+        """Whether the correction of a token depends on other tokens of its update."""
         correction = self.rollout_is
         return (
             correction.normalize_by == "kept"
