@@ -1,1 +1,1 @@
-"""From text to a `RunConfig`, and back."""
+"""From text to a `RunConfig` and back."""

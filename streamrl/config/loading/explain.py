@@ -1,7 +1,6 @@
-"""The one sentence that a refused setting gets: the field, what it was, and what is allowed. Of
-settings that exist, but elsewhere, it says where: `learner.lr` stands at `learner.optimizer.lr`.
-So is what was probably meant by a path that is not there.
-"""
+"""The sentence about a refused setting: the field, its value, and what is allowed. If the setting
+exists elsewhere, it says where: `learner.lr` is at `learner.optimizer.lr`. For a path that does not
+exist, it says what was probably meant."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,26 +25,26 @@ from streamrl.config.section import SomeOf, leaves
 from streamrl.errors import ConfigError, did_you_mean, nearest
 
 RESOLVED_FILE = "config.yaml"
-"""A run's configuration, in its folder."""
+"""The file of a run's configuration, in the run folder."""
 _MAX_PLACES = 3
 _A_FILE_OF_NAMES = 3
 _OF_KEYS = ("extra_forbidden", "misplaced", "missing", "unknown_key")
-"""Refusals of a key, which is the last part of their place."""
+"""Kinds of errors about a key, which is the last part of their location."""
 
 
 def similar_file(path: Path) -> str:
-    """The configuration of a like name beside the path or in configs/; "" without one."""
+    """The configuration with a similar name beside the path or in configs/; "" if there is none."""
     return _similar(path.stem, {file.stem: file for file in _glob("configs", path, "*.yaml")})
 
 
 def similar_run(folder: Path) -> str:
-    """The run of a like name beside the folder or in runs/; "" without one."""
+    """The run with a similar name beside the folder or in runs/; "" if there is none."""
     files = _glob("runs", folder, f"*/{RESOLVED_FILE}")
     return _similar(folder.name, {file.parent.name: file.parent for file in files})
 
 
 def other_runs(folder: Path) -> str:
-    """What may be named in place of a folder that holds no run, or how a run begins."""
+    """What to name instead of a folder that holds no run, or how to start a run."""
     if similar := similar_run(folder):
         return similar
     files = set(_glob("runs", folder, f"*/{RESOLVED_FILE}"))
@@ -69,7 +68,8 @@ _GENERIC = frozenset({"name", "path", "kind", "mode", "level", "coef", "every", 
 
 
 def sections_at(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a field may hold, also inside `X | None`, and the records of a choice."""
+    """The section classes that a field may hold, also inside `X | None` or as the settings of a
+    choice."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
         yield from (record for one in annotation.__subclasses__() for record in sections_at(one))
@@ -79,7 +79,7 @@ def sections_at(annotation: Any) -> Iterator[type[BaseModel]]:
 
 @cache
 def all_paths(model: type[BaseModel]) -> tuple[str, ...]:
-    """Every dotted name below the model, sections among them, each once."""
+    """Every dotted name below the model, including sections, each once."""
     paths: dict[str, None] = {}
     for name, field in model.model_fields.items():
         paths[name] = None
@@ -113,7 +113,7 @@ def own_places(model: type[BaseModel], path: str) -> tuple[str, ...]:
 
 
 def close_places(model: type[BaseModel], key: str) -> tuple[str, ...]:
-    """Where a setting of a like name stands; for a key that stands in no section."""
+    """Where a setting with a similar name is, for a key outside any section."""
     leaves = {path.rpartition(".")[2]: path for path in reversed(all_paths(model)) if "." in path}
     close = nearest(key, leaves, 0.8)
     return () if close is None else (leaves[close],)
@@ -122,7 +122,8 @@ def close_places(model: type[BaseModel], key: str) -> tuple[str, ...]:
 def explain(
     error: ValidationError, model: type[BaseModel], origins: Mapping[str, str] | None = None
 ) -> ConfigError:
-    """The validation error as sentences: field, what it was, what is allowed, where it stands."""
+    """The validation error as sentences: the field, its value, what is allowed, where it was
+    set."""
     return ConfigError("\n".join(_sentences(error, model, origins or {})))
 
 
@@ -149,7 +150,7 @@ def _sentences(
 
 
 def _system_of(details: Iterable[ErrorDetails]) -> tuple[str, int]:
-    """The system that has most of the keys that are refused, and how many of them."""
+    """The other system that has most of the refused keys, and how many of them."""
     keys = [
         key
         for detail in details
@@ -162,8 +163,8 @@ def _system_of(details: Iterable[ErrorDetails]) -> tuple[str, int]:
 
 
 def _path(loc: tuple[int | str, ...], kind: str, model: type[BaseModel]) -> tuple[str, ...]:
-    """The keys that lead to what is refused, without the types of a union that pydantic names
-    among them, such as "constrained-int"."""
+    """The keys that lead to the refused value, without the names of union types that pydantic
+    inserts, such as "constrained-int"."""
     path: list[str] = []
     at: Any = model
     for number, part in enumerate(loc, start=1):
@@ -178,7 +179,7 @@ def _path(loc: tuple[int | str, ...], kind: str, model: type[BaseModel]) -> tupl
 
 
 def _joined(details: Iterable[ErrorDetails]) -> ErrorDetails:
-    """What each type of a union would take, as one refusal."""
+    """The refusals of all types of a union as one."""
     alike = [*details]
     first, *others = map(_in_yaml, alike)
     allowed = (message.removeprefix("input should be ") for message in others)
@@ -189,7 +190,7 @@ _YAML_TYPES = {"tuple_type": "list", "dict_type": "mapping", "path_type": "path"
 
 
 def _in_yaml(detail: ErrorDetails) -> str:
-    """What pydantic says, of YAML's types."""
+    """pydantic's message, in terms of YAML types."""
     if kind := _YAML_TYPES.get(detail["type"]):
         return f"input should be a {kind}"
     if detail["type"] == "value_error":
@@ -199,7 +200,7 @@ def _in_yaml(detail: ErrorDetails) -> str:
 
 
 def _hint(field: str, detail: ErrorDetails) -> str:
-    """What was probably meant by a refused value of a setting that exists."""
+    """What was probably meant by a refused value of an existing setting."""
     value = detail["input"]
     if isinstance(value, str) and "${" in value:
         return "; nothing is filled in for ${...}: write the value, or repeat it by a YAML anchor"
@@ -212,7 +213,7 @@ def _hint(field: str, detail: ErrorDetails) -> str:
 def _findings(
     detail: ErrorDetails, path: list[str], model: type[BaseModel], system: str
 ) -> Iterator[tuple[str, str]]:
-    """(field, sentence); several where a whole section is refused key by key."""
+    """Pairs (field, sentence); several if a section is refused key by key."""
     field, was, message = ".".join(path), _shown(detail["input"]), detail["msg"]
     match detail["type"]:
         case "extra_forbidden" if field in all_paths(model):
@@ -248,7 +249,7 @@ def _findings(
 def _elsewhere(
     field: str, value: object, model: type[BaseModel], system: str
 ) -> list[tuple[str, str]]:
-    """What a refused key, or each key below it, is called here; empty if none has another name."""
+    """The name here of a refused key, or of each key below it; empty if there is none."""
     sentences = {leaf: _renamed(leaf, item, model, system) for leaf, item in leaves(value, field)}
     if not any(sentences.values()):
         return []
@@ -271,7 +272,7 @@ def _renamed(field: str, value: object, model: type[BaseModel], system: str) -> 
 
 
 def _places_of_some(model: type[BaseModel], field: str) -> tuple[str, ...]:
-    """As `own_places`, for a key of a mapping that has some of another section's settings."""
+    """`own_places` for a key of a mapping that holds settings of another section."""
     at: Any = model
     for found in re.finditer(r"[^.]+", field):
         if found[0].isdecimal():
@@ -286,24 +287,24 @@ def _places_of_some(model: type[BaseModel], field: str) -> tuple[str, ...]:
 
 
 def is_at(key: str, field: str) -> bool:
-    """Whether one is the other, or a section of it."""
+    """Whether one path equals the other or contains it."""
     return key == field or key.startswith(field + ".") or field.startswith(key + ".")
 
 
 def _field(at: Any, part: int | str) -> FieldInfo | None:
-    """The field of this name in the sections that may stand there."""
+    """The field of this name in the sections that are possible there."""
     sections = (section.model_fields for section in sections_at(at))
     return next((fields[part] for fields in sections if part in fields), None)
 
 
 def _held(field: FieldInfo) -> Any:
-    """What stands there, as an annotation."""
+    """The annotation of the value at the path."""
     of = (mark.section for mark in field.metadata if isinstance(mark, SomeOf))
     return next(of, field.annotation)
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Names that may stand below `path`."""
+    """Names that are possible below `path`."""
     at: Any = model
     for part in path:
         if not part.isdecimal():

@@ -1,13 +1,12 @@
 """From a YAML file, the environment and `--set` to a `RunConfig` that knows where values came from.
 
-    defaults  <  FILE.yaml  <  STREAMRL__SECTION__KEY=value  <  --set section.key=value
+    defaults < FILE.yaml < STREAMRL__SECTION__KEY=value < --set section.key=value
 
-Invariant: a value is read by YAML 1.2 rules wherever it stands, so `3e-6` is a number and `on` a
-string; a key that stands twice is refused. A preset replaces what sources before its own say of its
-choices; what its own says of them stands beside it.
-
-`run.total_epochs` is resolved to a number of steps, so what has been read has its length in
-`run.max_steps` alone, and a daemon needs no data to know when the run ends.
+Invariant: values are read by YAML 1.2 rules in every source, so `3e-6` is a number and `on` a
+string; duplicate keys are refused. A preset replaces what earlier sources say about its choices;
+settings in its own source override it. `run.total_epochs` is resolved to a number of steps, so the
+length of a loaded configuration is in `run.max_steps` alone, and a daemon needs no data to know
+when the run ends.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from streamrl.findings import SETTING
 
 _FIELD, _RESOLVED = "run.total_epochs", "run.max_steps"
 WRITTEN_BY = "# StreamRL"
-"""Begins a line of the comment over a run's configuration; the release follows."""
+"""Start of a comment line above a run's configuration; the release follows."""
 _NOT_GIVEN = {"model": {"path": "(not given)"}, "data": {"source": "(not given)"}}
 Place: TypeAlias = tuple[int | str, ...]
 """The keys that lead to a setting."""
@@ -49,12 +48,11 @@ _READ = frozenset({"system_prompt", "prompt_template", "template", "content", "i
 def with_steps(
     tree: dict[str, Any], origins: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The settings and their origins with `run.max_steps` in the place of `run.total_epochs`.
-
-    Returns them as they are where a section is refused, whose validation says why.
+    """The settings and their origins with `run.total_epochs` replaced by `run.max_steps`; unchanged
+    if a section is refused, since its validation says why.
 
     Raises:
-        ConfigError: `data.source` is no file that can be read, or has too few rows for a step.
+        ConfigError: `data.source` is not a readable file, or has too few rows for a step.
     """
     try:
         run = RunSettings.model_validate(tree.get("run", {}))
@@ -107,11 +105,11 @@ def load_config(
     overrides: Iterable[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
-    """The configuration of the file, changed by the environment and by "section.key=value".
+    """The configuration of the file, overridden by the environment and by "section.key=value".
 
     Raises:
-        ConfigError: unreadable, unknown or contradictory; one sentence per finding, none of which
-            shows a password.
+        ConfigError: it is unreadable, unknown or contradictory; one sentence per finding, without
+            passwords.
     """
     loaded, refusal = load_usable(path, overrides, environment)
     if refusal is not None:
@@ -124,8 +122,8 @@ def load_usable(
     overrides: Iterable[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> tuple[LoadedConfig, ConfigError | None]:
-    """As `load_config`, for a check that goes on: what is refused, and the configuration without
-    it. Settings that are refused have their defaults there, so what is found of them is of no
+    """`load_config` for a check that continues after errors: the refusals, and the configuration
+    without them. Refused settings have their defaults there, so findings about them are about no
     value that was given.
 
     Raises:
@@ -160,7 +158,8 @@ def load_usable(
 
 
 def contradictions_beside(loaded: LoadedConfig, refusal: ConfigError) -> list[str]:
-    """Those of settings that were not refused, whatever takes the place of the others."""
+    """The sentences about settings that were not refused, independently of the stand-ins for
+    refused ones."""
     try:
         require_consistent(loaded.config)
     except ValidationError as error:
@@ -170,11 +169,9 @@ def contradictions_beside(loaded: LoadedConfig, refusal: ConfigError) -> list[st
 
 
 def is_of_a_stand_in(sentence: str, refusal: ConfigError, origins: Mapping[str, str]) -> bool:
-    """Whether the sentence may be about a value that stands for one that was refused: it names a
-    setting that was not given, in a section of which a key was refused.
-
-    A preset of the algorithm says what other settings are, and an environment which are read.
-    """
+    """Whether the sentence may be about a stand-in for a refused value: it names a setting that was
+    not given, in a section with a refused key. A preset of the algorithm decides the values of
+    other settings, and an environment decides which are read."""
     refused = [line.partition(": ")[0] for line in str(refusal).splitlines()]
     sections = {name.partition(".")[0] for name in refused}
     for name in SETTING.findall(sentence):
@@ -188,8 +185,8 @@ def is_of_a_stand_in(sentence: str, refusal: ConfigError, origins: Mapping[str, 
 
 
 def _of_other_release(path: Path | str) -> str:
-    """A line more where the configuration of a run is refused because it is of another release;
-    one without a release is older than this line."""
+    """A further line if a run's configuration is refused and was written by another release; one
+    without a release is older than this line."""
     file = Path(path) / RESOLVED_FILE if Path(path).is_dir() else Path(path)
     if file.name != RESOLVED_FILE or not (file.parent / "metrics.jsonl").exists():
         return ""
@@ -209,8 +206,8 @@ def _of_other_release(path: Path | str) -> str:
 
 
 def _at_home(value: Any) -> Any:
-    """The value with the user's folder for the ~ that a shell leaves in `--set run.folder=~/runs`,
-    and that other systems' files have; not in what the policy reads."""
+    """The value with ~ expanded, which a shell leaves in `--set run.folder=~/runs` and other
+    systems have in files; texts that the policy reads stay as they are."""
     match value:
         case Mapping():
             return {k: item if k in _READ else _at_home(item) for k, item in value.items()}
@@ -222,7 +219,8 @@ def _at_home(value: Any) -> Any:
 
 
 def _over(below: Sequence[Setting], source: Sequence[Setting]) -> list[Setting]:
-    """The settings of both; a preset that the source names makes the choices below it."""
+    """The settings of both; a preset named by the source replaces the choices of earlier
+    sources."""
     if any(setting.path == ("algorithm", "preset") and setting.value for setting in source):
         choices = {("algorithm", name) for name in CHOICES}
         below = [setting for setting in below if setting.path[:2] not in choices]
@@ -230,7 +228,7 @@ def _over(below: Sequence[Setting], source: Sequence[Setting]) -> list[Setting]:
 
 
 def _without_secrets(error: ConfigError, path: Path | str) -> str:
-    """The sentence with the file's path, which may have an @, as it is."""
+    """The sentence with the file's path unchanged, which may contain an @."""
     file = str(Path(path))
     return file.join(map(without_secrets, str(error).split(file)))
 
@@ -240,8 +238,8 @@ def _places(error: ValidationError) -> list[Place]:
 
 
 def _usable(tree: Mapping[str, Any], refused: Sequence[Place]) -> RunConfig | None:
-    """The sections without what was refused; whether they contradict each other is not looked at.
-    What must be given and is not has the value of _NOT_GIVEN. None if nothing can be made."""
+    """The configuration without what was refused, with contradictions unchecked. Required settings
+    that are missing have the value of _NOT_GIVEN. None if it cannot be made."""
     rest = overlaid(_NOT_GIVEN, reduce(_without, refused, tree))
     try:
         return RunConfig.model_validate(rest, context=SECTIONS_ALONE)
@@ -251,7 +249,7 @@ def _usable(tree: Mapping[str, Any], refused: Sequence[Place]) -> RunConfig | No
 
 
 def _without(tree: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
-    """The tree without the value at the path, or without the last part of it that there is."""
+    """The tree without the value at the path, or without the last existing part of the path."""
     if not path or str(path[0]) not in tree:
         return tree
     key, *below = str(path[0]), *path[1:]
@@ -262,11 +260,8 @@ def _without(tree: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
 
 
 def with_setting(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
-    """The tree with the setting's value; the tree given stays as it is.
-
-    Raises:
-        ConfigError: a value stands where the setting has a section.
-    """
+    """A copy of the tree with the setting's value. Raises ConfigError if a value is where the
+    setting has a section."""
     key, *rest = setting.path
     if not rest:
         return {**tree, key: setting.value}
@@ -277,12 +272,12 @@ def with_setting(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
 
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """A run's configuration changed by "section.key=value". What it has by default counts as not
-    given, so another choice (an advantage, a loss, a preset) comes with its own numbers; a preset
-    that is named replaces all that presets stand for.
+    """A run's configuration overridden by "section.key=value". Values equal to the default count as
+    not given, so another choice (an advantage, a loss, a preset) comes with its own settings; a
+    named preset replaces everything that presets set.
 
     Raises:
-        ConfigError: unknown, or in contradiction to the rest.
+        ConfigError: an override is unknown or contradicts the rest.
     """
     settings = [from_override(text) for text in overrides]
     given = _given(config.algorithm)
@@ -298,7 +293,8 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 def _given(algorithm: AlgorithmSettings) -> Mapping[str, Any]:
-    """What makes the same section beside the preset, the choices and the defaults of both."""
+    """The smallest settings that give the same section beside the preset, the choices and their
+    defaults."""
     choices = {"advantage": algorithm.advantage, "loss": algorithm.loss}
     of_preset, of_choices = (
         AlgorithmSettings.model_validate({"preset": algorithm.preset, **more}).model_dump(
@@ -316,7 +312,7 @@ def _given(algorithm: AlgorithmSettings) -> Mapping[str, Any]:
 
 
 def _beyond(value: Any, default: Any) -> Any:
-    """Of a section, the keys that differ from the default's."""
+    """The keys of a section whose values differ from the default's."""
     if not isinstance(value, Mapping) or not isinstance(default, Mapping):
         return value
     return {
@@ -327,15 +323,15 @@ def _beyond(value: Any, default: Any) -> Any:
 
 
 def configuration(arguments: argparse.Namespace) -> LoadedConfig:
-    """The one configuration that the command is given, as an argument or as an option. Raise
-    ConfigError if none is given, or two, or it cannot be used."""
+    """The configuration that the command was given as an argument or an option. Raise ConfigError
+    if there is none, more than one, or it cannot be used."""
     loaded = load_config(config_file(arguments), arguments.overrides)
     hand_down(arguments, loaded.config.buffer.password_of_url)
     return loaded
 
 
 def config_file(arguments: argparse.Namespace) -> str:
-    """The one configuration file that the command is given."""
+    """The configuration file that the command was given."""
     given: list[str] = [path for path in (arguments.file, arguments.config) if path]
     if len(given) != 1:
         raise ConfigError("give one configuration file, as CONFIG or --config CONFIG")

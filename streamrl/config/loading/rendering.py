@@ -1,6 +1,5 @@
-"""The resolved configuration as text: for a person, and for a file. `values_of`
-has every setting by its dotted name, to compare two configurations.
-"""
+"""The resolved configuration as text, for a person and for a file. `values_of` has every setting by
+dotted name, to compare two configurations."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from streamrl.config.section import leaves
 
 
 def values_of(config: RunConfig) -> Mapping[str, Any]:
-    """As JSON has them; an empty section or a list is one value."""
+    """All settings by dotted name, as JSON values; an empty section or a list is one value."""
     return dict(leaves(config.model_dump(mode="json")))
 
 
@@ -23,7 +22,7 @@ _WIDEST = 60  # Characters of a setting; the origin of a longer one stands right
 
 
 def render(loaded: LoadedConfig, *, with_defaults: bool = True) -> str:
-    """The resolved configuration as YAML; behind each value, where it came from."""
+    """The resolved configuration as YAML, with the origin of each value behind it."""
     values = loaded.config.model_dump(mode="json")
     return rendered(
         values if with_defaults else _without_defaults(values, (), loaded.origins), loaded.origins
@@ -45,22 +44,22 @@ def _without_defaults(
 
 
 def _without_nulls(item: Any) -> Any:
-    """Of a record in a list, of which no setting is known to be set, and null is the default."""
+    """The settings of a record in a list, without origins; null is omitted as the default."""
     if not isinstance(item, dict):
         return item
     return {key: value for key, value in item.items() if value is not None}
 
 
 def rendered(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """The same of some settings."""
+    """`values_of` for some settings."""
     lines = list(_render(values, (), origins))
     width = max((len(text) for text, _ in lines if len(text) <= _WIDEST), default=0)
     return "".join(f"{text:<{width}}  {origin}".rstrip() + "\n" for text, origin in lines)
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration, as a file that `load_config` reads back to the same: without the
-    settings that cannot act, which would be refused. Its first line names the release."""
+    """The resolved configuration as a file that `load_config` reads back to the same: without
+    settings that have no effect, which would be refused. The first line names the release."""
     values = config.model_dump(mode="json")
     for section, name, _ in inert_settings(config.algorithm, config.learner.num_updates):
         algorithm = values["algorithm"]
@@ -85,7 +84,7 @@ def _render(
 
 
 def on_one_line(value: Any) -> str:
-    """A value as YAML has it."""
+    """The value as YAML."""
     return dump(value, default_flow_style=True, width=10**9).removesuffix("...\n").strip()
 
 

@@ -1,6 +1,5 @@
-"""Where settings come from: a YAML file, the environment, and `--set`. YAML is read as
-version 1.2 reads it: `3e-6` is a number, `on` is a string.
-"""
+"""The sources of settings: a YAML file, the environment, and `--set`. YAML is read as version 1.2:
+`3e-6` is a number, `on` is a string."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ def parse(text: str, origin: str) -> Any:
 
 
 def fault(error: Exception) -> str:
-    """What is no YAML, or no text, in a line: where, what, and within what."""
+    """One line about invalid YAML or text: where, what, and in which context."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     begins = f", which begins in line {error.context_mark.line + 1}" if error.context_mark else ""
@@ -31,8 +30,8 @@ def fault(error: Exception) -> str:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: true and false alone are booleans, and 1e-6 is a number. A value that holds
-    itself, and a key that stands twice, are refused."""
+    """YAML 1.2 scalars: only true and false are booleans, and 1e-6 is a number. Values that contain
+    themselves and duplicate keys are refused."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         node = super().compose_node(parent, index)
@@ -54,14 +53,14 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes a text that version 1.1 or 1.2 would read as something else."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as something else."""
 
 
 Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
 def dump(value: Any, **options: Any) -> str:
-    """YAML that `parse` reads back to the same."""
+    """YAML that `parse` reads back to the same value."""
     return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, **options))
 
 
@@ -92,7 +91,7 @@ class Setting:
 
 
 def from_file(path: Path) -> Iterator[Setting]:
-    """Of the file; of a run's folder those of its config.yaml."""
+    """The settings in the file, or in config.yaml of a run folder."""
     path = path / RESOLVED_FILE if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")

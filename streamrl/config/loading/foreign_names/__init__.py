@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 SYSTEMS = ("verl", "ROLL", "TRL", "prime-rl")
 IMPORTED = ("verl", "ROLL", "TRL")
-"""Those whose files `streamrl import` translates."""
+"""The systems whose files `streamrl import` translates."""
 USUAL = "usual"
-"""The names that many systems and papers use and no system's file holds."""
+"""Names that many systems and papers use, and no system's file has."""
 
 
 class ForeignName(NamedTuple):
-    """One line of a file; `system` is USUAL for a name that is nobody's own."""
+    """One line of a file; `system` is USUAL for common names."""
 
     system: str
     section: str
@@ -42,8 +42,8 @@ class ForeignName(NamedTuple):
     values: str = ""
 
     def sentence(self, values: str = "", *, by_last_part: bool = False) -> str:
-        """What a key that is this name is answered with, or one that has its last part alone;
-        `values` are our settings, if the value has other names, too."""
+        """The answer to a key with this name, or with only its last part; `values` are our settings
+        if the value has other names too."""
         has_none, is_usual = self.here.startswith("("), self.system == USUAL
         if by_last_part:
             calls = "other systems call" if is_usual else f"{self.system} calls"
@@ -89,8 +89,8 @@ def find_foreign_name(path: str, system: str = "", first: str = "") -> ForeignNa
 
 
 def guess_foreign_name(path: str) -> ForeignName | None:
-    """The same by the last part of the key alone; of names that have sections, by one of at least
-    two words that has one meaning."""
+    """Find by the last part of the key alone; for names with sections, only by a last part of at
+    least two words with a single meaning."""
     last = path.rpartition(".")[2]
     for system in (*SYSTEMS, USUAL):
         name = foreign_names(system).get(last)
@@ -104,8 +104,8 @@ def guess_foreign_name(path: str) -> ForeignName | None:
 
 
 def _keys(parts: list[str], *, is_whole: bool) -> Iterator[str]:
-    """The names that a file may have for the end of a key: its own, then those of the records that
-    it may be in, the innermost first."""
+    """The names in a file for the end of a key: its own, then those of the records that may contain
+    it, innermost first."""
     key = ".".join(parts)
     names = [key, *(".".join((*parts[:end], "*")) for end in range(len(parts), 0, -1))]
     yield from (name for name in names if is_whole or "." in name)

@@ -60,8 +60,8 @@ def _text(path: Path) -> str:
 
 
 def _yaml(path: Path, missing: list[str], within: tuple[Path, ...] = ()) -> Tree:
-    """Of the file, over those of its `defaults`, or under those that stand behind `_self_`;
-    `within` are the files whose defaults it is among."""
+    """The values of the file, which override those of its `defaults`, except the ones listed after
+    `_self_`; `within` are the files whose defaults it is part of."""
     try:
         tree = yaml.load(_text(path), Loader=Loader)
     except yaml.YAMLError as error:
@@ -91,8 +91,8 @@ def _of(
     missing: list[str],
     within: tuple[Path, ...],
 ) -> Tree:
-    """The file of `folder/name@package` or `group@package: name`, below its package, which is its
-    folder if none is given; `_here_` is the whole."""
+    """The values of the file `folder/name@package` or `group@package: name`, placed below the
+    package, by default its folder; `_here_` means the root."""
     group, name = next(iter(entry.items())) if isinstance(entry, dict) else (str(entry), "")
     file, _, package = str(group).partition("@")
     file = f"{file}/{name}" if name else file
@@ -111,7 +111,7 @@ def _of(
 
 
 def _script(text: str) -> Tree:
-    """What stands as `a.b=value` or `--name value`, with the script's own variables."""
+    """The values given as `a.b=value` or `--name value`, with the script's variables filled in."""
     variables: dict[str, str] = {}
     tree: Tree = {}
     for line in text.replace("\\\n", " ").splitlines():
@@ -134,8 +134,8 @@ def _script(text: str) -> Tree:
 
 
 def _script_at(words: list[str]) -> int:
-    """Where the options of a launcher end: at SCRIPT.py, or the -m before MODULE that is not
-    Python's own; 0 if there is none."""
+    """Where the options of a launcher end: at SCRIPT.py or the launcher's -m MODULE, not Python's
+    own -m; 0 if there is neither."""
     starts = (
         position
         for position, word in enumerate(words)
@@ -146,7 +146,7 @@ def _script_at(words: list[str]) -> int:
 
 
 def _option(word: str, following: list[str]) -> tuple[str, Any]:
-    """`--key=value`, or `--key` with the values that follow; without one it is switched on."""
+    """`--key=value`, or `--key` with the values that follow; without a value it means true."""
     key, equals, value = word[2:].partition("=")
     texts = (
         [value] if equals else list(takewhile(lambda text: not text.startswith("--"), following))
@@ -156,13 +156,13 @@ def _option(word: str, following: list[str]) -> tuple[str, Any]:
 
 
 def _number(text: str, variables: Mapping[str, str]) -> str:
-    """Of `len * 2`, with one kind of sign."""
+    """The result of an expression like `len * 2`, with one kind of operator."""
     parts = re.findall(r"\w+|[*/+]", text.replace("$", ""))
     return str(computed(" ".join(variables.get(part, part) for part in parts)))
 
 
 def _words(line: str, variables: Mapping[str, str]) -> list[str]:
-    """Those of a command, with the values of variables that are known."""
+    """The words of a command, with known variables filled in."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError:
@@ -179,10 +179,8 @@ def _filled(
     default: Callable[[str], Any],
     within: frozenset[str] = frozenset(),
 ) -> Any:
-    """The value with what `${...}` stands for; as it is where that is not known, or is in itself.
-
-    `within` has what the value stands for already.
-    """
+    """The value with `${...}` filled in; unchanged where that is unknown or refers to itself.
+    `within` are the references being resolved."""
     if isinstance(value, Mapping):
         return {k: _filled(v, (*path, str(k)), tree, default, within) for k, v in value.items()}
     if isinstance(value, list):
@@ -206,11 +204,8 @@ def _filled(
 
 
 def _meant(text: str, path: tuple[str, ...], tree: Tree, default: Callable[[str], Any]) -> Any:
-    """Of a key, relative with dots in front, `oc.select:key,otherwise` or `oc.env:NAME,otherwise`.
-
-    Raises:
-        LookupError: it stands for nothing that is known here.
-    """
+    """The value of a reference: a key, relative if it starts with dots, `oc.select:key,otherwise`
+    or `oc.env:NAME,otherwise`. Raises LookupError if it is unknown."""
     resolver, colon, rest = text.partition(":")
     key, comma, otherwise = rest.partition(",") if colon else (text, "", "")
     if resolver not in ("oc.env", "oc.select") and colon:

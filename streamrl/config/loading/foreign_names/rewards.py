@@ -1,7 +1,7 @@
-"""The rewards that a file of another system names, as ours.
+"""The rewards named in another system's file, as ours.
 
-Invariant: each is one that scores as much, or code in a file that `streamrl check` misses by its
-name; never a default.
+Invariant: each is an equivalent reward, or code in a file that `streamrl check` reports as missing
+by name; never a default.
 """
 
 import re
@@ -20,7 +20,7 @@ _MODELS = {
     "reward_model.enable": "reward_model.model.path",
     "reward.reward_model.enable": "reward.reward_model.model_path",
 }
-"""verl's models, by what switches them on."""
+"""verl's reward models, by the setting that enables them."""
 _FIELDS = {
     "data.reward": "reward",
     "data.reward_kwargs": "kwargs",
@@ -28,19 +28,19 @@ _FIELDS = {
     "data.rewards.weight": "weight",
     "data.rewards.data_source": "data_source",
 }
-"""Of an entry of `data.rewards`, by what a reward alone has."""
+"""Fields of an entry in `data.rewards`, by the setting of a single reward."""
 
 
 def names_a_reward(name: ForeignName) -> bool:
-    """Whether it says which reward it is, and is no argument of a reward model."""
+    """Whether the key chooses the reward, rather than being an argument of a reward model."""
     return _NAMING.match(name.here) is not None
 
 
 def rewards_of(
     values: Mapping[str, Any], system: str, lookup: Lookup
 ) -> tuple[Settings, list[str]]:
-    """Of a file with these values by their dotted names: our settings, and the keys that they
-    are of; nothing where it names none."""
+    """Our settings for a file with these values by dotted name, and the keys they come from; empty
+    if the file names no reward."""
     match system:
         case "TRL":
             found = [*_of_trl(values, lookup)]
@@ -57,7 +57,7 @@ def rewards_of(
 
 
 def _of_trl(values: Mapping[str, Any], lookup: Lookup) -> Iterator[tuple[Settings, list[str]]]:
-    """Its functions, by name or as PACKAGE.FUNCTION, and its models, each with a weight."""
+    """TRL's functions, by name or as PACKAGE.FUNCTION, and models, each with a weight."""
     name = foreign_names("TRL")["reward_funcs"]
     rewards = [
         (key, str(entry).removeprefix("trl.rewards."))
@@ -73,7 +73,8 @@ def _of_trl(values: Mapping[str, Any], lookup: Lookup) -> Iterator[tuple[Setting
 
 
 def _of_verl(values: Mapping[str, Any]) -> Iterator[tuple[Settings, list[str]]]:
-    """Its function, else its model; otherwise its manager asks by the source of a row."""
+    """verl's function, otherwise its model; otherwise the reward manager that chooses by the source
+    of a row."""
     for section in ("reward.custom_reward_function", "custom_reward_function"):
         if path := values.get(f"{section}.path"):
             function = values.get(f"{section}.name") or "compute_score"
@@ -89,7 +90,7 @@ def _of_verl(values: Mapping[str, Any]) -> Iterator[tuple[Settings, list[str]]]:
 
 
 def _of_roll(values: Mapping[str, Any], lookup: Lookup) -> Iterator[tuple[Settings, list[str]]]:
-    """One entry a domain: its worker scores the rows that have one of its tags."""
+    """ROLL's: one entry per domain, whose worker scores the rows with one of its tags."""
     name = foreign_names("ROLL")["rewards.*"]
     for key, worker in values.items():
         if re.fullmatch(r"rewards\.[^.]+\.worker_cls", key):
@@ -107,7 +108,7 @@ def _model(path: Any) -> Settings:
 
 
 def _code(name: str) -> Settings:
-    """A function of the user's: of `package.file.function` the file."""
+    """The file of a user's function `package.file.function`."""
     file, _, function = name.rpartition(".")
     is_path = _DOTTED.fullmatch(name) is not None
     path = f"{file.replace('.', '/')}.py" if is_path else "PATH.py"

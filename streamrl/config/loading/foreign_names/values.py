@@ -28,12 +28,12 @@ Lookup = Callable[[str], Any]
 
 
 def has_other_default(name: ForeignName) -> bool:
-    """Whether what a file of this release leaves out is another value than ours."""
+    """Whether the release's default differs from ours."""
     return name.values.startswith("!")
 
 
 def default_of(name: ForeignName) -> Any:
-    """The release's value."""
+    """The release's default."""
     return yaml.safe_load(name.default)
 
 
@@ -56,7 +56,7 @@ def translate(name: ForeignName, value: Any, lookup: Lookup) -> dict[str, Any] |
 
 
 def arithmetic(name: ForeignName, value: Any, lookup: Lookup) -> dict[str, str]:
-    """How each of our settings that is computed comes about: `num_generations 8 * 4`. Errors as of
+    """How each computed setting of ours is derived, such as `num_generations 8 * 4`. Errors as in
     `translate`."""
     rule = _rule(name, value)
     computed_ones = rule.items() if isinstance(rule, dict) else ()
@@ -70,8 +70,8 @@ def arithmetic(name: ForeignName, value: Any, lookup: Lookup) -> dict[str, str]:
 
 
 def answer(name: ForeignName, value: Any) -> str:
-    """Our settings with their values in words; "" where a value is called the same here, or depends
-    on another name's."""
+    """Our settings with their values as text; "" if the value has the same name here, or depends on
+    another name's value."""
     unknown: dict[str, Any] = {}
     try:
         ours = None if _rule(name, value) == "$" else translate(name, value, unknown.__getitem__)
@@ -83,7 +83,8 @@ def answer(name: ForeignName, value: Any) -> str:
 
 
 def meant(setting: str, value: Any) -> str:
-    """Of a value that our setting refuses: what it is here, if another system has it; else ""."""
+    """For a value that our setting refuses: its name here, if another system has it; otherwise
+    ""."""
     for system in SYSTEMS:
         for name in foreign_names(system).values():
             is_part = setting in name.here.split(" and ") and value in texts_with_a_rule(name)
@@ -97,7 +98,7 @@ def meant(setting: str, value: Any) -> str:
 
 
 def texts_with_a_rule(name: ForeignName) -> list[str]:
-    """The texts, as values of the name, of which it is known what they are here."""
+    """The texts that are known values of the name."""
     return [theirs for theirs in _rules(name.values) if isinstance(theirs, str) and theirs != "_"]
 
 
@@ -118,7 +119,7 @@ def _rules(text: str) -> Mapping[Any, Any]:
 
 
 def _filled(rule: Any, value: Any, lookup: Lookup) -> Any:
-    """The rule with the values that it names in their places."""
+    """The rule with the values that it refers to filled in."""
     match rule:
         case dict():
             return {_filled(k, value, lookup): _filled(v, value, lookup) for k, v in rule.items()}
@@ -136,7 +137,7 @@ def _filled(rule: Any, value: Any, lookup: Lookup) -> Any:
 
 
 def computed(text: str) -> Any:
-    """`6 * 4 / 3` is 8; another text is itself."""
+    """`6 * 4 / 3` becomes 8; any other text stays."""
     first, *rest = text.split(" ")
     try:
         result = float(first)
@@ -148,8 +149,8 @@ def computed(text: str) -> Any:
 
 
 def _joined(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """What a list of values is, unless one is nothing here or two are different values of one
-    setting."""
+    """The translation of a list of values; None if one has none here, or two are different values
+    of one setting."""
     joined: dict[str, Any] = {}
     for part in parts:
         if part is None or any(joined.get(key, item) != item for key, item in part.items()):
