@@ -1,7 +1,6 @@
-"""Files and folders that a crash or a full disk leaves as they were, or as they are to be.
+"""Writing files and folders so that a crash or a full disk leaves the old or the new state.
 
-For the small files of a run, its checkpoints and its journal, and those of its secrets. Imports
-nothing of StreamRL.
+Used for a run's small files, checkpoints, journal and secrets. Imports nothing from StreamRL.
 """
 
 import errno
@@ -15,9 +14,9 @@ from pathlib import Path
 
 
 def write_file(path: Path, content: str | bytes, *, is_private: bool = False) -> None:
-    """Write the file whole and durably: a crash or a full disk leaves what was there before. A
-    private one can be read by its owner alone. Raises OSError if it is not written."""
-    # Several daemons of a run may write the same file, in containers with one id of process.
+    """Write the whole file durably; a crash or a full disk leaves the old content. A private file
+    is readable by its owner only. Raises OSError if it cannot be written."""
+    # Daemons in different containers may write the same file with the same process id.
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
     try:
         with open(unfinished, "wb", opener=open_private if is_private else None) as file:
@@ -31,8 +30,8 @@ def write_file(path: Path, content: str | bytes, *, is_private: bool = False) ->
 
 
 def open_private(path: str, flags: int) -> int:
-    """The `opener` of a new file that its owner alone can read, never one that somebody has put
-    there: that one is removed; with mode "x" it is a FileExistsError."""
+    """An `opener` for a new file that only its owner can read. A file that is already there is
+    removed, never reused; with mode "x" it raises FileExistsError."""
     if not flags & os.O_EXCL:
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -40,8 +39,8 @@ def open_private(path: str, flags: int) -> int:
 
 
 def visible_files(folder: Path) -> Iterator[Path]:
-    """Those below a folder that others write to and delete from: no link, and nothing hidden, as
-    what is being written is. What is deleted meanwhile is left out."""
+    """The files below a folder that others write to and delete from, without links and hidden
+    files (files being written are hidden). Files that vanish meanwhile are skipped."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for path in (Path(place, name) for name in sorted(names) if not name.startswith(".")):
@@ -53,8 +52,8 @@ def visible_files(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def held_by_links(folder: Path, links: Path) -> Iterator[Path]:
-    """The folder by links of its own, for the block: `links`, which stays whole where somebody
-    deletes the folder meanwhile; the folder itself where links cannot be had."""
+    """For a block that reads the folder: gives `links`, a folder of hard links that stays whole if
+    somebody deletes the original meanwhile, or the folder itself if links are not possible."""
     try:
         yield links if link_folder(folder, links) else folder
     finally:
@@ -62,7 +61,7 @@ def held_by_links(folder: Path, links: Path) -> Iterator[Path]:
 
 
 def link_folder(folder: Path, links: Path) -> bool:
-    """Whether `links` now has links to the folder's files, in the place of whatever it had."""
+    """Replace `links` by a folder of hard links to the folder's files; False if not possible."""
     shutil.rmtree(links, ignore_errors=True)
     try:
         shutil.copytree(folder, links, copy_function=os.link)
@@ -73,27 +72,28 @@ def link_folder(folder: Path, links: Path) -> bool:
 
 
 def share_weights(folder: Path) -> None:
-    """Let those read the weights in a folder, at any depth, who may read the folder: safetensors
-    makes files that their owner alone can read, whatever the umask."""
+    """Make the weights below a folder readable for those who may read the folder: safetensors
+    creates files that only their owner can read, whatever the umask."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*.safetensors"):
-        # Others may own it, and some file systems have no modes.
+        # Somebody else may own it, and some file systems have no modes.
         with suppress(OSError):
             file.chmod(mode)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write, which gets its name at the end of the block; none if that fails. What a
-    killed process has left of it is removed. Its weights are shared.
+    """For a block that writes a new folder: the folder gets its name at the end of the block, and
+    is removed if the block fails. Remains of a killed process are removed first. Weights in it are
+    made readable as by `share_weights`.
 
     Raises:
-        OSError: it cannot be made, there is one of that name, or another process is writing it.
+        OSError: it cannot be made, the name is taken, or another process is writing it.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
     is_taken = BlockingIOError(errno.EBUSY, "another process is writing it", str(path))
-    # It may have its name at any time before it is locked, and a new one may stand in its place.
+    # Until it is locked, it may be renamed at any time, and a new one may take its place.
     try:
         held = os.open(unfinished, os.O_RDONLY)
     except FileNotFoundError:
@@ -122,7 +122,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Locks the open file or folder for this process, unless another one holds it."""
+    """Lock the open file or folder for this process; False if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -134,7 +134,7 @@ def is_locked(descriptor: int) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
+    """Wait until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

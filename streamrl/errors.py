@@ -1,10 +1,10 @@
-"""Every error StreamRL raises on purpose, and the sentence a person reads.
+"""All errors that StreamRL raises on purpose, and the sentences that a person reads.
 
-Invariant: an error names the field or the peer, what it was, and what is allowed. Each family has
-an exit code, by which a supervisor decides. Why a process failed is handed to the process that
-started it: the parent names a file in the environment, and what fails writes one record there,
-since libraries print after a log's last line, at exit. Only a direct child of the process that made
-the file writes to it.
+Invariant: an error names the field or the peer, its value, and what is allowed. Each family of
+errors has an exit code, by which a supervisor decides. A failed process tells the process that
+started it why: the parent names a file in the environment, and the child writes one record to it.
+(A log's last line would not do, since libraries print at exit.) Only a direct child of the process
+that made the file writes to it.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ EXIT_DIVERGED = 6
 MAX_LISTED = 1000
 ERROR_FILE_VARIABLE = "STREAMRL_ERROR_FILE"
 PARENT_VARIABLE = "STREAMRL_PARENT_PID"
-"""Of a process that a launcher has started: the launcher's id."""
-# A pipe takes so much without a reader.
+"""The environment variable in which a launcher gives its process id to the processes it starts."""
+# A pipe holds at least this much without a reader.
 _MAX_BYTES = 2**15
 
 
 class StreamRLError(Exception):
-    """Root of the errors raised on purpose."""
+    """Base class of the errors raised on purpose."""
 
 
 class ConfigError(StreamRLError):
-    """The configuration, or a file it names, cannot be used as it stands."""
+    """The configuration, or a file that it names, cannot be used."""
 
 
 class OtherReleaseError(ConfigError):
-    """A journal, a checkpoint or a run in Redis has another format than this release's."""
+    """A journal, a checkpoint or a run in Redis has the format of another release."""
 
     @classmethod
     def of(cls, what: str, found: object, known: int, remedy: str) -> "OtherReleaseError":
@@ -54,28 +54,29 @@ class OtherReleaseError(ConfigError):
 
 
 class HandedOverError(StreamRLError):
-    """A buffer daemon's journal has been changed by another one, or has lost what it wrote."""
+    """Another daemon changed this buffer daemon's journal, or the journal lost what it wrote."""
 
 
 class DamagedCheckpointError(ConfigError):
-    """A file of a checkpoint is missing, or does not hold what was written."""
+    """A file of a checkpoint is missing or has other content than was written."""
 
     @classmethod
     def of(cls, checkpoint: object, file: str, reason: str) -> "DamagedCheckpointError":
-        """With what is wrong with the file of this checkpoint, a folder."""
+        """The error for this file of a checkpoint folder."""
         return cls(f"the checkpoint {checkpoint} is damaged: {file} {reason}")
 
 
 class CheckpointWriteError(StreamRLError):
-    """A checkpoint cannot be written (a full disk): nothing is acknowledged, and it is retried."""
+    """A checkpoint cannot be written (full disk): nothing is acknowledged, and writing is
+    retried."""
 
 
 class UnknownGeneratorError(ConfigError):
-    """The generator that a command names does not report to the buffer."""
+    """The generator named in a command does not report to the buffer."""
 
     @classmethod
     def among(cls, generator_id: str, known: Iterable[str]) -> "UnknownGeneratorError":
-        """With what was probably meant among the `known` ids."""
+        """The error, with what was probably meant among the `known` ids."""
         names = frozenset(known)
         if len(names) > MAX_LISTED:
             hint = f"{len(names)} others do"
@@ -85,7 +86,7 @@ class UnknownGeneratorError(ConfigError):
 
 
 class RolloutError(StreamRLError):
-    """One rollout failed: recorded as data, its group dropped with a reason; never fatal."""
+    """One rollout failed: its group is dropped with a reason and recorded; never fatal."""
 
 
 class LostAgentError(RolloutError):
@@ -93,7 +94,7 @@ class LostAgentError(RolloutError):
 
 
 class RewardError(RolloutError):
-    """A reward did not score a group; `reward` is its name."""
+    """A reward failed to score a group; `reward` is its name."""
 
     def __init__(self, sentence: str, reward: str) -> None:
         super().__init__(sentence)
@@ -101,15 +102,15 @@ class RewardError(RolloutError):
 
 
 class DivergedError(StreamRLError):
-    """Gradients stay not finite: going on, or starting again, would train nothing."""
+    """Gradients stay non-finite: neither continuing nor restarting would train anything."""
 
 
 class TransportError(StreamRLError):
-    """A peer did not answer in time or answered nonsense; retried under a deadline."""
+    """A peer did not answer in time, or answered nonsense; retried until a deadline."""
 
 
 class UnreachableBufferError(TransportError):
-    """The buffer does not answer; all that the learner has trained is saved."""
+    """The buffer does not answer; everything that the learner has trained is saved."""
 
 
 class WireError(TransportError):
@@ -117,7 +118,7 @@ class WireError(TransportError):
 
 
 class MessageTooLargeError(WireError):
-    """A message is larger than its reader allows; nothing of it was decoded."""
+    """A message is larger than its reader allows; none of it was decoded."""
 
 
 class SchemaVersionError(WireError):
@@ -129,11 +130,11 @@ class CorruptMessageError(WireError):
 
 
 class BufferFullError(TransportError):
-    """The buffer's memory stayed full for as long as a put waits; the group was not taken in."""
+    """The buffer's memory stayed full for as long as a put waits; the group was not accepted."""
 
 
 class LedgerError(StreamRLError):
-    """A call that the ledger refuses; its state is unchanged."""
+    """The ledger refused a call; its state is unchanged."""
 
 
 class UnknownLeaseError(LedgerError):
@@ -145,7 +146,7 @@ class DuplicateGroupError(LedgerError):
 
 
 class LostMemoryError(LedgerError):
-    """The buffer came back with an older state than this learner's: it has lost memory."""
+    """The buffer restarted with an older state than this learner knows: it has lost memory."""
 
 
 class FencedError(LedgerError):
@@ -153,11 +154,12 @@ class FencedError(LedgerError):
 
 
 class StorageError(TransportError):
-    """The buffer cannot write a change (a full disk): it is refused, nothing is lost; retried."""
+    """The buffer cannot write a change (full disk): the change is refused, nothing is lost;
+    retried."""
 
 
 class UnreadableCheckpointError(TransportError):
-    """The storage of a checkpoint does not give a file, which says nothing about what it holds."""
+    """A checkpoint's file cannot be read from its storage; its content may be intact."""
 
     @classmethod
     def of(cls, path: object, error: OSError) -> "UnreadableCheckpointError":
@@ -190,7 +192,7 @@ _FAMILIES: tuple[tuple[int, type[StreamRLError]], ...] = (
 
 
 def exit_code_of(error: BaseException) -> int:
-    """That of the error's family; a package that is missing is a matter of configuration.
+    """The exit code of the error's family; a missing package counts as a configuration error.
 
     >>> exit_code_of(ConfigError("run.x: is wrong")), exit_code_of(KeyError("x"))
     (2, 1)
@@ -201,12 +203,12 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def error_of(exit_code: int, sentence: str) -> StreamRLError:
-    """The error of a process that ended with this exit code, to be raised in another one."""
+    """The error of a process that ended with this exit code, to be raised in another process."""
     return dict(_FAMILIES).get(exit_code, StreamRLError)(sentence)
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """Closing words for an unknown-name error: the nearest allowed name, or all of them.
+    """The end of an unknown-name error: the nearest allowed name, or all allowed names.
 
     >>> did_you_mean("zqm", ["zmq", "redis"])
     "did you mean 'zmq'?"
@@ -219,10 +221,10 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The name that is most like this one, in whatever case; None if none is like it.
+    """The most similar name, ignoring case; None if no name is similar enough.
 
     Args:
-        likeness: the least that counts, from 0 to 1.
+        likeness: the least similarity that counts, from 0 to 1.
     """
     by_lower = {other.lower(): other for other in names}
     close = get_close_matches(name.lower(), by_lower, n=1, cutoff=likeness)
@@ -230,8 +232,7 @@ def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | Non
 
 
 def similar_path(path: Path) -> str:
-    """The file of a like name in the folder of one that is not there, as a question; "" without
-    one."""
+    """A question naming a file with a similar name beside a missing one; "" if there is none."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         if not path.exists():
@@ -242,7 +243,7 @@ def similar_path(path: Path) -> str:
 
 @contextlib.contextmanager
 def prefixed(setting: str) -> Iterator[None]:
-    """Around what refuses a setting below this one by its own name."""
+    """Prefix the name in a ConfigError from the block with the setting above it."""
     try:
         yield
     except ConfigError as error:
@@ -251,8 +252,8 @@ def prefixed(setting: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path, setting: str = "") -> Iterator[None]:
-    """Around what reads a file that a person has named, by this setting. Raises ConfigError if it
-    cannot be read, or is no text."""
+    """For a block that reads a file named by the user in this setting. Raises ConfigError if it
+    cannot be read or is not text."""
     owner = f"{setting}: " if setting else ""
     try:
         yield
@@ -265,7 +266,7 @@ def reading(path: Path, setting: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What failed, in one line; `origin` is alike for failures that are alike."""
+    """A failure in one line; `origin` is equal for failures of the same kind."""
 
     exit_code: int
     sentence: str
@@ -273,7 +274,7 @@ class ErrorRecord:
 
     @classmethod
     def of(cls, error: BaseException) -> "ErrorRecord":
-        """Of several problems of a configuration each has a line.
+        """The record of an error; the lines of a ConfigError are its several problems.
 
         >>> ErrorRecord.of(ConfigError("run.x: is wrong\\nrun.y: so is this")).sentence
         'run.x: is wrong; run.y: so is this'
@@ -287,14 +288,15 @@ class ErrorRecord:
 
     @classmethod
     def read(cls, data: bytes) -> "ErrorRecord | None":
-        """Of JSON; None of what is no record."""
+        """Decode JSON; None if it is not a record."""
         with contextlib.suppress(ValueError, TypeError):
             return cls(**json.loads(data))
         return None
 
 
 class ErrorPipe:
-    """For one child process: `environment` and `descriptor` are for it, `read` for the parent."""
+    """A pipe for one child's record: `environment` and `descriptor` are for the child, `read` for
+    the parent."""
 
     def __init__(self) -> None:
         self._read_end, self.descriptor = os.pipe()
@@ -306,7 +308,7 @@ class ErrorPipe:
         return {ERROR_FILE_VARIABLE: file, PARENT_VARIABLE: str(os.getpid())}
 
     def read(self) -> ErrorRecord | None:
-        """The record of the child, which has ended; None if it left none."""
+        """The record of the ended child; None if it left none."""
         with contextlib.suppress(BlockingIOError):
             return ErrorRecord.read(os.read(self._read_end, _MAX_BYTES))
         return None
@@ -320,8 +322,8 @@ class ErrorPipe:
 
 
 def leave_record(error: BaseException) -> bool:
-    """Write the error's record if the parent waits for one; whether it does. Ranks of one parent
-    have $RANK in the name of the file."""
+    """Write the error's record if the parent expects one, and return whether it did. The file names
+    of ranks with one parent contain $RANK."""
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is None or os.environ.get(PARENT_VARIABLE) != str(os.getppid()):
         return False
@@ -333,7 +335,7 @@ def leave_record(error: BaseException) -> bool:
 
 
 def read_record(file: Path) -> ErrorRecord | None:
-    """The record of a process that has ended; None if it left none."""
+    """The record of an ended process; None if it left none."""
     with contextlib.suppress(OSError):
         return ErrorRecord.read(file.read_bytes())
     return None
@@ -349,7 +351,7 @@ def _place(traceback: TracebackType | None) -> str:
 
 
 def sentence_of(exit_code: int, record: ErrorRecord | None) -> str:
-    """Why a process ended: its own sentence, else what its exit code tells."""
+    """Why a process ended: its own sentence, otherwise what its exit code says."""
     if record is not None:
         return record.sentence
     if exit_code >= 0:

@@ -1,4 +1,4 @@
-"""A run's folder: prepared by a launch, read by every command.
+"""The run folder, which a launch prepares and every command reads.
 
 runs/NAME/  config.yaml  data.json  metrics.jsonl  trained.jsonl  books.json  learner.json
             parity.json  launch.json  mirror.json  restarts.jsonl  evaluation.json  report.html
@@ -44,16 +44,16 @@ LAUNCH_FILE = "launch.json"
 MIRROR_FILE = "mirror.json"
 PAGE_FILE = "report.html"
 _TARGETS = ".prometheus"
-# What a launch that made no step leaves to go on with.
+# What a run without a step leaves that can be resumed.
 _STATES = ("checkpoints", "buffer")
 
 R = TypeVar("R")
 
 
 class Rows(Struct, frozen=True):
-    """What a run reads from this prompt on; rows that this machine does not have are not known.
-    `reading` says by which settings; `checked_on` the host on which the launch has made a prompt of
-    each, or "": another host may lack the images and videos of the rows."""
+    """What a run reads from this prompt on. `sources` has only rows that this machine can read.
+    `reading` is a digest of the settings that apply; `checked_on` is the host on which the launch
+    made a prompt from every row, or "" (another host may lack the rows' images and videos)."""
 
     first_prompt_index: int
     sources: tuple[SourceRows, ...]
@@ -61,14 +61,14 @@ class Rows(Struct, frozen=True):
     checked_on: str = ""
 
     def num_passes(self, prompt_index: int) -> float:
-        """Over the rows of all sources together, before this prompt; not a number without rows."""
+        """Passes over the rows of all sources together before this prompt; NaN without rows."""
         num_rows = sum(source.num_rows for source in self.sources)
         return (prompt_index - self.first_prompt_index) / num_rows if num_rows else math.nan
 
 
 class Launch(Struct, frozen=True):
-    """The newest launch of a run: the options that say where it is, when it ended (Unix time), and
-    its sentence if it failed."""
+    """The newest launch of a run: the options that say where it runs, when it ended (Unix time),
+    and why if it failed."""
 
     options: tuple[str, ...] = ()
     ended_s: float | None = None
@@ -76,8 +76,8 @@ class Launch(Struct, frozen=True):
 
 
 class MirrorStatus(Struct, frozen=True):
-    """When all of the run was last brought to its mirror (Unix time, None for never), and what the
-    last try failed for."""
+    """When the whole run was last copied to its mirror (Unix time; None: never), and why the last
+    attempt failed."""
 
     url: str
     whole_s: float | None = None
@@ -93,19 +93,19 @@ def prepare(
     are_rows_checked: bool = False,
     next_prompt_index: Callable[[Path], int] = lambda _: 0,
 ) -> RunConfig:
-    """The configuration with free ports for those given as 0, with the prompt from which its rows
-    are read, and with `validation.every` where a validator starts by default, so that the learner
-    waits for it; written into the run's folder.
+    """Complete the configuration and write it to the run folder: free ports for those given as 0,
+    the prompt from which its rows are read, and `validation.every` if a validator starts by
+    default, so that the learner waits for it.
 
     Args:
-        binds: buffer and learner are on this machine; elsewhere the ports are a plan's.
-        are_rows_checked: whether this launch has; the run's generators then need not.
-        next_prompt_index: the first prompt that the run in a folder has not asked for yet.
+        binds: buffer and learner run on this machine; otherwise a plan assigns the ports.
+        are_rows_checked: this launch has checked the rows, so the generators need not.
+        next_prompt_index: the first prompt that the run in a folder has not yet requested.
 
     Raises:
-        ConfigError: the folder holds a run already and neither flag says what to do with it, it
-            has other prompts than the run that it is to go on with, or its daemons could not reach
-            each other; the folder is as it was.
+        ConfigError: the folder already holds a run and neither flag says what to do with it, the
+            prompts differ from those of the run to resume, or the daemons could not reach each
+            other. The folder is then unchanged.
     """
     if config.buffer.url.startswith("memory://"):
         raise ConfigError(
@@ -127,13 +127,13 @@ def prepare(
     config = config.with_values(data={"first_prompt_index": rows[-1].first_prompt_index})
     resolved = _bound_here(config) if binds else config
     try:
-        # Daemons that were killed are still named there.
+        # Killed daemons are still listed there.
         for target in config.run.folder.glob(f"{_TARGETS}/{config.run.name}@*.json"):
             target.unlink(missing_ok=True)
         if has_run and not resume:
             move_aside(folder)
         if not resume:
-            # Of a launch that ended before its first step.
+            # It is from a launch that ended before its first step.
             shutil.rmtree(folder / "buffer", ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LAUNCH_FILE).unlink(missing_ok=True)
@@ -145,8 +145,8 @@ def prepare(
 
 
 def move_aside(folder: Path) -> None:
-    """To the name with the time behind it, which is said; a number is added to one that is taken,
-    into whose folder it would be moved."""
+    """Rename the folder to NAME.TIME, and print that. If the name is taken, a number is added,
+    since the move would otherwise go into that folder."""
     name = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
     aside, number = folder.with_name(name), 1
     while aside.exists():
@@ -157,7 +157,7 @@ def move_aside(folder: Path) -> None:
 
 
 def held_run(folder: Path) -> str:
-    """What a launch without flags is refused with; "" where no step was trained."""
+    """Why a launch without flags is refused; "" if the folder has no trained step."""
     if not (folder / "metrics.jsonl").exists():
         return ""
     return (
@@ -169,8 +169,8 @@ def held_run(folder: Path) -> str:
 def _continued(
     config: RunConfig, now: Rows, next_prompt_index: Callable[[Path], int]
 ) -> tuple[Rows, ...]:
-    """What the run in the folder has read, and what it reads now where that is something else: a
-    prompt index is the same prompt in all of a run, or an epoch of other rows begins."""
+    """What the run in the folder has read so far, and if it differs, what it reads now. Within a
+    run a prompt index always means the same prompt, unless an epoch with other rows begins."""
     folder = config.run.path
     known = read_rows(folder)
     difference = _other_setting(config, folder) or _other_rows(known, now, folder)
@@ -191,7 +191,7 @@ def _continued(
 
 
 def _other_setting(config: RunConfig, folder: Path) -> tuple[str, str] | None:
-    """What differs and what undoes it."""
+    """A setting that gives other prompts than before, and how to undo that."""
     if not (folder / RESOLVED_FILE).is_file():
         return None
     difference = first_difference(
@@ -205,7 +205,7 @@ def _other_setting(config: RunConfig, folder: Path) -> tuple[str, str] | None:
 
 
 def _other_rows(known: tuple[Rows, ...], now: Rows, folder: Path) -> tuple[str, str] | None:
-    """The same of the first source with other rows."""
+    """The first source that has other rows than before, and how to undo that."""
     for then, source in zip(known[-1].sources if known else (), now.sources, strict=False):
         if (then.num_rows, then.sha256) != (source.num_rows, source.sha256):
             count = "as many" if then.num_rows == source.num_rows else str(then.num_rows)
@@ -218,7 +218,8 @@ def _other_rows(known: tuple[Rows, ...], now: Rows, folder: Path) -> tuple[str, 
 
 
 def _rows_now(config: RunConfig, are_checked: bool) -> Rows:
-    """No source where one cannot be read: a check has refused it, or other machines have it."""
+    """What the run reads now; no sources if one cannot be read, since a check has refused it or it
+    is on other machines."""
     sources: tuple[SourceRows, ...] = ()
     with suppress(ConfigError):
         sources = rows_of(config)
@@ -227,19 +228,19 @@ def _rows_now(config: RunConfig, are_checked: bool) -> Rows:
 
 
 def are_rows_checked(config: RunConfig) -> bool:
-    """Whether the launch of this run has made a prompt, on this host, of each row that a daemon
-    reads. Reads all of the files.
+    """Whether the launch of this run has made a prompt, on this host, from every row that a daemon
+    reads. Reads all files.
 
     Raises:
-        ConfigError: a file has other rows than at the launch, so that processes of the run would
-            have other prompts at one index.
+        ConfigError: a file has other rows than at the launch, so processes of the run would have
+            different prompts at one index.
     """
     launched = next(reversed(read_rows(config.run.path)), None)
     if launched is None or not launched.sources or launched.reading != reading_of(config):
         return False
     now = rows_of(config)
     for then, source in zip(launched.sources, now, strict=False):
-        # Each machine makes the files of a data set of the hub by itself.
+        # Each machine makes its own files of a hub data set.
         is_other = then.num_rows != source.num_rows or not source.path.startswith("datasets:")
         if then != source and is_other:
             raise ConfigError(
@@ -251,17 +252,17 @@ def are_rows_checked(config: RunConfig) -> bool:
 
 
 def read_rows(folder: Path) -> tuple[Rows, ...]:
-    """What the run has read, in the order of its prompts; () of a release that kept nothing."""
+    """What the run has read, in the order of its prompts; () if its release recorded nothing."""
     return _record(folder / DATA_FILE, tuple[Rows, ...]) or ()
 
 
 def target_file(runs: Path, name: str, daemon_id: str) -> Path:
-    """Where Prometheus reads the address of a daemon's metrics; no id has an @."""
+    """The file from which Prometheus reads the address of a daemon's metrics; no id has an @."""
     return runs / _TARGETS / f"{name}@{daemon_id}.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, or {} if there is none or it is damaged."""
+    """The JSON object in a file; {} if there is none or it is damaged."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -270,7 +271,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _record(path: Path, kind: type[R]) -> R | None:
-    """None without a file, and for one that is damaged or that another release wrote."""
+    """The record in a file; None if it is missing, damaged, or from another release."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -278,36 +279,36 @@ def _record(path: Path, kind: type[R]) -> R | None:
 
 
 def note_launch(folder: Path, launch: Launch) -> None:
-    """Keep it for whoever reads the run later."""
+    """Write the record of the launch to the run folder."""
     with suppress(OSError):
         write_file(folder / LAUNCH_FILE, msgspec.json.encode(launch).decode() + "\n")
 
 
 def read_mirror(folder: Path) -> MirrorStatus | None:
-    """None of a run that has brought nothing to a mirror."""
+    """The state of the mirror; None if nothing was ever copied."""
     return _record(folder / MIRROR_FILE, MirrorStatus)
 
 
 def read_launch(folder: Path) -> Launch:
-    """What is known of it: nothing where daemons were started one by one."""
+    """The record of the newest launch; an empty one if daemons were started one by one."""
     return _record(folder / LAUNCH_FILE, Launch) or Launch()
 
 
 def resume_command(folder: Path) -> str:
-    """What a person types to go on with the run, where it was."""
+    """The command that resumes the run where it ran."""
     options = (*read_launch(folder).options, "--resume", *_place(folder))
     return shlex.join(("streamrl", "launch", str(folder / RESOLVED_FILE), *options))
 
 
 def _place(folder: Path) -> tuple[str, ...]:
-    """The options that name the run's folder, where its configuration names another one: it was
-    moved, or it is seen from elsewhere."""
+    """The options that name the run folder, if its configuration names another one because it was
+    moved or is seen from elsewhere."""
     try:
         run = load_config(folder / RESOLVED_FILE, environment={}).config.run
     except ConfigError:
         return ()
     is_elsewhere = run.folder.resolve() != folder.parent.resolve()
-    # In quotes, without which YAML reads some names as numbers.
+    # Without quotes YAML would read some names as numbers.
     place = ("--set", f"run.folder={json.dumps(str(folder.parent))}") if is_elsewhere else ()
     if run.name == folder.name:
         return place
@@ -315,11 +316,11 @@ def _place(folder: Path) -> tuple[str, ...]:
 
 
 def require_own_folder(config: RunConfig, file: Path) -> None:
-    """For a command that goes on with the run of this file.
+    """Check that a command which resumes the run of this file would resume that run.
 
     Raises:
-        ConfigError: the file is of a run that was moved or copied, or whose relative path is of
-            another working folder: another run would go on, or begin.
+        ConfigError: the run was moved or copied, or its relative path is from another working
+            folder, so another run would be resumed or started.
     """
     folder, path = file.absolute().parent, config.run.path
     is_of_a_run = file.name == RESOLVED_FILE and (folder / "metrics.jsonl").exists()
@@ -338,14 +339,14 @@ def require_own_folder(config: RunConfig, file: Path) -> None:
 
 
 def note_restart(folder: Path, role: str, exit_code: int, sentence: str) -> None:
-    """Add that a launch of the run starts a process again, and why it ended."""
+    """Record that a launch restarts a process, and why the process ended."""
     line = {"time_s": time.time(), "role": role, "exit_code": exit_code, "sentence": sentence}
     with suppress(OSError), (folder / RESTARTS_FILE).open("a", encoding="utf-8") as file:
         print(json.dumps(line), file=file)
 
 
 def read_restarts(folder: Path) -> dict[str, list[str]]:
-    """Why each process of the run was started again, by its name, in the order of time."""
+    """Why each process of the run was restarted, by its name, in order of time."""
     restarts: dict[str, list[str]] = {}
     with suppress(OSError):
         for line in (folder / RESTARTS_FILE).read_text(encoding="utf-8").splitlines():
@@ -356,25 +357,25 @@ def read_restarts(folder: Path) -> dict[str, list[str]]:
 
 
 def read_learner(folder: Path) -> LearnerStatus | None:
-    """The learner's last report; None also for one that another release wrote."""
+    """The learner's last report; None if there is none, or another release wrote it."""
     return _record(folder / LEARNER_FILE, LearnerStatus)
 
 
 def ended_launch(folder: Path) -> Launch | None:
-    """The newest launch, if it has ended and no daemon was started by itself since."""
+    """The newest launch, if it has ended and no learner was started by hand since."""
     launch, learner = read_launch(folder), read_learner(folder)
     has_ended = launch.ended_s is not None and (learner is None or learner.time_s < launch.ended_s)
     return launch if has_ended else None
 
 
 def is_launched_since(folder: Path, time_s: float) -> bool:
-    """Whether a launch, which writes the configuration, has begun after this Unix time."""
+    """Whether a launch has begun after this Unix time; each launch writes the configuration."""
     age_s = launched_s(folder)
     return age_s is not None and time.time() - age_s > time_s
 
 
 def launched_s(folder: Path) -> float | None:
-    """The seconds since the newest launch began; None if there was none."""
+    """Seconds since the newest launch began; None if there was none."""
     try:
         return max(0.0, time.time() - (folder / RESOLVED_FILE).stat().st_mtime)
     except OSError:
@@ -382,9 +383,9 @@ def launched_s(folder: Path) -> float | None:
 
 
 def config_of(folder: Path) -> RunConfig:
-    """The configuration that the run in this folder was started with.
+    """The configuration of the run in this folder.
 
-    Its `run.path` is the folder, which may have been moved since, or be read from elsewhere.
+    Its `run.path` is this folder, even if the folder was moved or is seen from elsewhere.
 
     Raises:
         ConfigError: there is no such run, or its configuration cannot be read.
@@ -398,16 +399,16 @@ def config_of(folder: Path) -> RunConfig:
 
 
 def find_config(target: str) -> RunConfig:
-    """The configuration of the run that a command names: its folder, a file there, or a
-    configuration of it.
+    """The configuration of the run that a command names by its folder, a file in it, or a
+    configuration file.
 
-    That in the run's folder, if there is one, since a launch writes the ports into it.
+    It is the one in the run folder if that exists, since a launch writes the ports there.
     """
     path = Path(target)
     if path.is_dir() or not (path.exists() or path.suffix):
         return config_of(path)
     if path.exists():
-        # Another YAML beside a run is a configuration of its own.
+        # Any other YAML file in a run folder is a separate configuration.
         may_be_deeper = path.suffix not in (".yaml", ".yml")
         folders = path.absolute().parents if may_be_deeper else [path.parent]
         for folder in folders if may_be_deeper or path.name == RESOLVED_FILE else ():
@@ -418,7 +419,7 @@ def find_config(target: str) -> RunConfig:
 
 
 def find_run(target: str) -> RunConfig:
-    """As `find_config`, of a run that has a folder; every file of it is below `run.path`."""
+    """`find_config` for a run that has a folder; all of its files are below `run.path`."""
     config = find_config(target)
     require_run(config)
     return config
@@ -432,7 +433,7 @@ def require_run(config: RunConfig) -> None:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Whether a daemon has written there: a person may call any configuration config.yaml."""
+    """Whether a daemon has written there; config.yaml alone does not prove that."""
     return any((folder / name).exists() for name in ("logs", "metrics.jsonl", LEARNER_FILE))
 
 
@@ -443,7 +444,7 @@ def _no_run(folder: Path) -> str:
 
 
 def last_log_line(log_file: Path) -> str:
-    """The last line of a log that is not blank, or that there is none."""
+    """The last non-blank line of a log, or a sentence that there is none."""
     try:
         lines = log_file.read_text(errors="replace").splitlines()
     except OSError as error:
@@ -453,7 +454,7 @@ def last_log_line(log_file: Path) -> str:
 
 
 def write_books(config: RunConfig, stats: BufferStats) -> None:
-    """Write the books of this reading to `books.json`, without the list of open prompts."""
+    """Write the books in these stats to `books.json`, without the list of open prompts."""
     books = msgspec.to_builtins(stats.books, str_keys=True)
     kept = {key: value for key, value in books.items() if key != "open_ranges"}
     path = config.run.path / BOOKS_FILE
@@ -461,18 +462,19 @@ def write_books(config: RunConfig, stats: BufferStats) -> None:
     try:
         write_file(path, json.dumps({**kept, "balanced": stats.books.balanced}, indent=1) + "\n")
     except OSError as error:
-        # The journal has them, and a full disk is no crash of a buffer that is told to end.
+        # The journal has them, so an ending buffer need not fail because the disk is full.
         log.warning("%s cannot be written: %s", path, error)
 
 
 def read_books(folder: Path) -> Books | None:
-    """The books that the last buffer of the run has written; None before one has ended, and for
-    what another release wrote."""
+    """The books written by the last buffer that ended; None if there are none, or another release
+    wrote them."""
     return _record(folder / BOOKS_FILE, Books)
 
 
 def _bound_here(config: RunConfig) -> RunConfig:
-    """With free ports of this machine, and validated where a validator starts by default."""
+    """The configuration with free ports of this machine, and with `validation.every` set if a
+    validator starts by default."""
     buffer, weights = config.buffer, config.weights
     if config.is_validated and config.validation.every is None:
         config = config.with_values(validation={"every": "auto"})
@@ -481,14 +483,14 @@ def _bound_here(config: RunConfig) -> RunConfig:
         url = _bound("buffer.url", buffer.url, held) if buffer.binds_url else buffer.url
         address = _bound("weights.address", weights.address, held)
         if sys.platform == "linux":
-            # Until this process ends: there a daemon can listen at a port that is bound here, at
-            # each of its starts, and no other launch picks it before.
+            # On Linux a daemon can listen at a port that is bound here. Keeping it bound until this
+            # process ends keeps other launches from picking it between restarts of the daemon.
             atexit.register(held.pop_all().close)
     return config.with_values(buffer={"url": url}, weights={"address": address})
 
 
 def _bound(name: str, url: str, held: ExitStack) -> str:
-    """The URL with a port that nobody listens at, and that is bound until `held` closes."""
+    """The URL with a port that nobody listens at; it stays bound until `held` closes."""
     scheme, host = url.partition("://")[0], host_of(url)
     try:
         probe = held.enter_context(bound_socket(host, port_of(url)))

@@ -41,7 +41,7 @@ from streamrl.user_code import user_traceback
 
 # mallopt(3): the parameters' numbers are part of glibc's binary interface.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# Of `run.stop_s`, left to whoever started the process: a launch ends the buffer after the others.
+# Part of `run.stop_s` left to the launcher, which ends the buffer after the other processes.
 FORCED_S = 8.0
 _IS_EXPECTED = "is_expected"
 _PROC = Path("/proc")
@@ -75,7 +75,7 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
         if code == 0:
             log.info("%s: done", role)
         watching.cancel()
-        # Threads that never return are not waited for.
+        # Do not wait for threads that never return.
         shutdown.conclude(code)
         return code
 
@@ -89,7 +89,7 @@ def run(main: Callable[[Shutdown], Awaitable[None]], *, role: str, config: RunCo
 
 
 def force_s(config: RunConfig) -> float:
-    """After a first signal, when a daemon is ended by force: FORCED_S before `stop_within_s`."""
+    """Seconds after a first signal at which a daemon is killed: FORCED_S before `stop_within_s`."""
     return config.stop_within_s - FORCED_S
 
 
@@ -100,20 +100,21 @@ def launcher_has_ended() -> bool:
 
 
 def has_siblings() -> bool:
-    """Whether another process that the same launcher has started still runs."""
+    """Whether another process of the same launcher still runs."""
     parent = os.environ.get(PARENT_VARIABLE)
     return parent is not None and bool(processes_with(PARENT_VARIABLE, parent.__eq__))
 
 
 def processes_with(variable: str, is_wanted: Callable[[str], bool]) -> list[int]:
-    """The ids of other processes of this user that were started with such a value of the variable
-    in their environment. None on systems without /proc."""
+    """The ids of this user's other processes whose environment has a wanted value of the variable.
+    Empty on systems without /proc."""
     others = {int(path.name) for path in _PROC.glob("[0-9]*")} - {os.getpid()}
     return [pid for pid in others if (v := _value(pid, variable)) and is_wanted(v)]
 
 
 def _value(pid: int, variable: str) -> str:
-    """Of the variable; "" without it, for another user's process, and for one that has ended."""
+    """The process's value of the variable; "" if it has none, belongs to another user, or has
+    ended."""
     try:
         variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -124,10 +125,10 @@ def _value(pid: int, variable: str) -> str:
 
 @contextmanager
 def binding(setting: str, address: str) -> Iterator[None]:
-    """Around the binding of a socket to the address that the setting has.
+    """For a block that binds a socket to the setting's address.
 
     Raises:
-        TransportError: another process has the address; it may be free later.
+        TransportError: another process uses the address; it may be free later.
         ConfigError: this machine has no such address.
     """
     try:
@@ -149,9 +150,9 @@ def keep_freed_memory() -> None:
 
 
 def keep_settings(config: RunConfig) -> None:
-    """In the run's folder, with those that the learner was started with; a launch has done so."""
+    """Write the learner's settings to the run folder, unless a launch has already done so."""
     if PARENT_VARIABLE not in os.environ:
-        # `--resume` is of this start, not of the next.
+        # `--resume` applies to this start, not to the next.
         kept = config.with_values(run={"resume": "never"})
         write_file(config.run.path / RESOLVED_FILE, to_yaml(kept))
 
@@ -165,7 +166,7 @@ async def _watch_parent(shutdown: Shutdown) -> None:
 
 
 def _report(error: BaseException) -> int:
-    """Log why the daemon ends and leave it to the supervisor; the exit code."""
+    """Log why the daemon ends, leave it for the supervisor, and return the exit code."""
     reason = _reason(error)
     leave_record(reason)
     if isinstance(reason, StreamRLError | ImportError):
@@ -176,7 +177,7 @@ def _report(error: BaseException) -> int:
 
 
 def user_code_details(error: BaseException) -> Mapping[str, Any]:
-    """Arguments of a logging call: the traceback of the user's code, for the log file alone."""
+    """Arguments of a logging call: the traceback of the user's code, for the log file only."""
     cause = error.__cause__
     traceback = user_traceback(cause)
     if cause is None or traceback is None:
@@ -185,7 +186,7 @@ def user_code_details(error: BaseException) -> Mapping[str, Any]:
 
 
 def _reason(error: BaseException) -> BaseException:
-    """The error of the group that says most: one that a restart cannot change, or a crash."""
+    """The most telling error of a group: one that a restart cannot change, or a crash."""
     causes = list(_leaves(error))
     for family in (FencedError, ConfigError, ImportError, RolloutError, DivergedError):
         for cause in causes:
@@ -203,7 +204,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _start_logging(role: str, config: RunConfig) -> None:
-    """To standard error, and to logs/ROLE.log unless standard error already goes there."""
+    """Log to standard error, and to logs/ROLE.log unless standard error already goes there."""
     log_file = config.run.path / "logs" / f"{role}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     is_file = _is_standard_error(log_file)
@@ -219,12 +220,12 @@ def _start_logging(role: str, config: RunConfig) -> None:
         handlers[1].setFormatter(formatter)
     logging.basicConfig(level=config.run.log_level.upper(), handlers=handlers, force=True)
     if config.run.log_level == "info":
-        # A line for each request of a client.
+        # It logs a line per request.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 class _TerminalFormatter(logging.Formatter):
-    """Without the traceback of an expected error."""
+    """Omits the traceback of expected errors."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__()

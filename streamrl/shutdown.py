@@ -1,17 +1,17 @@
-"""The end of a daemon at a signal: it is asked first, and ended by force later.
+"""How a daemon ends at a signal: it is first asked to, and killed if it does not.
 
     the first SIGTERM or SIGINT   `requested` is set: the daemon saves, gives back what it holds,
-                                  and ends; where it holds nothing yet it ends there
+                                  and ends; if it holds nothing yet, it ends immediately
     the second one                the process ends at once
-    SIGHUP                        the first one, unless nohup has it ignored; never the second
+    SIGHUP                        counts as the first, unless nohup ignores it; never as the second
                                   (see `Orders`)
     `force_s` after the first, or EXIT_S after the work is over
                                   the process ends, whatever its threads wait for
 
-Signals and time are read by a thread of its own, so that neither a call that hangs in the event
-loop nor a thread that never returns keeps the process.
+A separate thread watches signals and time, so neither a call that blocks the event loop nor a
+thread that never returns can keep the process alive.
 
-Invariant: the exit code is that of the work where the work is over.
+Invariant: once the work is over, the exit code is that of the work.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from streamrl.errors import EXIT_CRASHED, StreamRLError, leave_record
 FORWARDED_S = 1.0
 FORCE_S = 12.0
 EXIT_S = 4.0
-"""For what is left when the work is over: threads, connections."""
+"""Time for threads and connections to end when the work is over."""
 EMPTY_HANDED_S = 3.0
 _LOG_S = 1.0
 _WAKE = 0
@@ -44,14 +44,14 @@ T = TypeVar("T")
 
 
 def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
-    """What the call returns or raises, in a thread of its own, which is left behind where nobody
-    waits any more: it keeps no process from its end."""
+    """Run the call in a daemon thread; the future has its result. The thread keeps no process from
+    ending, so it may be abandoned."""
     result: Future[T] = Future()
 
     def run() -> None:
         try:
             result.set_result(call())
-        except BaseException as error:  # For whoever waits.
+        except BaseException as error:  # It belongs to the caller.
             result.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -59,21 +59,21 @@ def in_thread(call: Callable[[], T], name: str) -> "Future[T]":
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Those at which a process ends in order."""
+    """The signals at which a process ends in order."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     hang_up = () if is_ignored else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
 
 class Orders:
-    """Which of the signals that a process gets are orders to end. A terminal that closes sends
-    SIGHUP twice, and a session that ends SIGTERM after it: together they are one."""
+    """Decides which signals count as orders to end. A closing terminal sends SIGHUP twice, and an
+    ending session SIGTERM after it: together they are one order."""
 
     def __init__(self) -> None:
         self._last: signal.Signals | None = None
 
     def count(self, number: signal.Signals) -> bool:
-        """Whether this one is an order of its own."""
+        """Whether this signal is a new order."""
         follows = self._last is signal.SIGHUP and number is signal.SIGTERM
         is_own = self._last is None or not (follows or number is signal.SIGHUP)
         if self._last is None or number is not signal.SIGHUP:
@@ -82,14 +82,14 @@ class Orders:
 
 
 class Stopped(BaseException):
-    """A signal came where the daemon holds nothing that could be lost."""
+    """A signal came while the daemon held nothing that could be lost."""
 
 
 class Shutdown:
-    """Of one daemon; `install` and `uninstall` are around its work.
+    """The shutdown of one daemon; call `install` before its work and `uninstall` after it.
 
-    A rank of a learner may get one order to stop twice, from a terminal or Slurm, which signal
-    every process, and from torchrun, which passes it on: within FORWARDED_S it counts once.
+    A learner rank may get one order to stop twice: from a terminal or Slurm, which signal every
+    process, and from torchrun, which forwards it. Within FORWARDED_S they count once.
     """
 
     def __init__(self, force_s: float = FORCE_S) -> None:
@@ -105,7 +105,7 @@ class Shutdown:
         self._pipe = (-1, -1)
 
     def install(self) -> None:
-        """In the main thread, in the event loop that runs the daemon."""
+        """Call in the main thread, in the event loop that runs the daemon."""
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._main = threading.get_ident()
         self._pipe = os.pipe()
@@ -113,12 +113,12 @@ class Shutdown:
         self._signals = ending_signals()
         for number in self._signals:
             signal.signal(number, self._on_signal)
-        # A byte for each signal, as soon as the process gets it.
+        # The pipe gets a byte for each signal as soon as it arrives.
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="shutdown", daemon=True).start()
 
     def uninstall(self) -> None:
-        """Ignore one signal from here on: the work is done, and its exit code stands."""
+        """Ignore one more signal of each kind: the work is done, and its exit code stands."""
         for number in self._signals:
             signal.signal(number, lambda late, _: signal.signal(late, signal.SIG_DFL))
         signal.set_wakeup_fd(-1)
@@ -126,7 +126,7 @@ class Shutdown:
         self._pipe = (-1, -1)
 
     def ask(self, order: str) -> None:
-        """Ask the daemon to end, since `order`; a signal that follows is the first one."""
+        """Ask the daemon to end because of `order`; the next signal still counts as the first."""
         if self.requested.is_set():
             return
         log.info("%s: draining", order)
@@ -135,23 +135,23 @@ class Shutdown:
         self.requested.set()
 
     def allow(self, more_s: float) -> None:
-        """So much more time before the process is ended by force."""
+        """Give the process this much more time before it is killed."""
         self._force_s += more_s
         if self._ends_by_s is not None:
             self._ends_by_s += more_s
 
     def conclude(self, exit_code: int) -> None:
-        """The work is over, and the process ends with this code, EXIT_S later at most."""
+        """The work is over: the process ends with this code, after EXIT_S at most."""
         self._exit_code = exit_code
         self._end_within(EXIT_S)
 
     @contextmanager
     def empty_handed(self) -> Iterator[None]:
-        """Around what a daemon does, without a turn of the event loop, before it holds anything
-        that could be lost: a model is loaded. A signal ends it there.
+        """For a block that runs without the event loop before the daemon holds anything that could
+        be lost, such as loading a model. A signal ends the block.
 
         Raises:
-            Stopped: one has come.
+            Stopped: a signal has come.
         """
         self._is_empty_handed = True
         try:
@@ -163,7 +163,7 @@ class Shutdown:
             self._is_empty_handed = False
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """In the main thread, between two steps of what it computes."""
+        """Runs in the main thread, between two bytecode instructions."""
         if self._exit_code is not None or self._is_asked:
             return
         self._is_asked = True
@@ -176,14 +176,14 @@ class Shutdown:
         self.requested.set()
 
     def _end_within(self, seconds: float) -> None:
-        """From now on; an earlier end stands."""
+        """End within this time from now; an earlier deadline stands."""
         by_s = time.monotonic() + seconds
         self._ends_by_s = by_s if self._ends_by_s is None else min(by_s, self._ends_by_s)
         with suppress(OSError):
             os.write(self._pipe[1], bytes([_WAKE]))
 
     def _watch(self) -> None:
-        """Waits for a signal, the end of the time, or `uninstall`."""
+        """Waits for a signal, the deadline, or `uninstall`."""
         reader = self._pipe[0]
         while True:
             left_s = None if self._ends_by_s is None else self._ends_by_s - time.monotonic()
@@ -211,7 +211,7 @@ class Shutdown:
             os._exit(EXIT_CRASHED if self._exit_code is None else self._exit_code)
 
     def _force(self) -> None:
-        """End the process, which has not ended by itself."""
+        """Kill the process, which has not ended by itself."""
         if self._exit_code is not None:
             names = ", ".join(sorted(t.name for t in threading.enumerate() if not t.daemon))
             _in_time(lambda: log.warning("ending without waiting for these threads: %s", names))
@@ -225,7 +225,7 @@ class Shutdown:
         os._exit(EXIT_CRASHED)
 
     def _place(self) -> str:
-        """FILE:LINE (FUNCTION) of what the event loop executes, or else of what the work awaits."""
+        """FILE:LINE (FUNCTION) that the event loop executes, otherwise that the work awaits."""
         frame: FrameType | None = sys._current_frames()[self._main]
         assert frame is not None, "the main thread has one"
         if frame.f_globals.get("__name__") == "selectors" and self._task is not None:
@@ -243,13 +243,13 @@ class Shutdown:
 
 
 def _in_time(say: Callable[[], object]) -> None:
-    """A thread that hangs may hold the lock of the log."""
+    """Log with a time limit: a hanging thread may hold the log's lock."""
     wait([in_thread(say, "log")], _LOG_S)
     sys.stderr.flush()
 
 
 def _forget_signals() -> None:
-    """A process that is forked tells its own signals to nobody here."""
+    """In a forked child: its signals must not be written to the parent's pipe."""
     with suppress(ValueError):
         signal.set_wakeup_fd(-1)
 
