@@ -1,17 +1,18 @@
-"""Runs from Python: `streamrl.train` starts the daemons that `streamrl launch` starts.
+"""Runs from Python: `streamrl.train` starts the same daemons as `streamrl launch`.
 
     import streamrl
 
     run = streamrl.train("config.yaml", reward=score, dataset=rows)
     print(run.metrics()[-1]["reward/mean"], run.checkpoint)
 
-What it is given becomes settings: rows a file, a function PATH.py:NAME. A file that is written is
-named after its content and never changes, so a run that resumes finds what it was started with.
+Its arguments become settings: rows become a file, a function becomes PATH.py:NAME. Files written
+for this are named after their content and never change, so a resumed run finds what it was started
+with.
 
-Invariant: the run is that of the command line, in processes of its own: its folder, its
-configuration file and its exit codes are the same, and every command works on it. A thread reads
-what the launch prints. The launch ends with this process, since it cannot print any more, and its
-daemons end with it.
+Invariant: the run is the same as from the command line, in its own processes: it has the same
+folder, configuration file and exit codes, and every command works on it. A thread reads what the
+launch prints. When this process ends, the launch can no longer print and ends too, with its
+daemons.
 """
 
 import hashlib
@@ -51,14 +52,14 @@ _KEPT_LINES = 200
 
 
 class Run:
-    """Made by `streamrl.train`."""
+    """A run that `streamrl.train` started."""
 
     def __init__(
         self, config: RunConfig, arguments: Sequence[str], file: Path, *, show: bool
     ) -> None:
-        """`streamrl launch FILE` with these arguments."""
+        """Start `streamrl launch FILE` with these arguments."""
         self.config = config
-        # Of the run that the launch moves aside.
+        # The mark of the run that the launch will move aside.
         self._replaced = _stamp(config.run.path) if "--new" in arguments else None
         self._pipe = ErrorPipe()
         self._process = subprocess.Popen(
@@ -78,12 +79,12 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run's folder."""
+        """The run folder."""
         return self.config.run.path
 
     @property
     def exit_code(self) -> int | None:
-        """Of the launch; None while it runs."""
+        """The exit code of the launch; None while it runs."""
         return self._process.poll()
 
     @property
@@ -93,22 +94,21 @@ class Run:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest complete one."""
+        """The newest complete checkpoint; None if there is none."""
         found = newest(self.path) if self._has_begun else None
         return None if found is None else found.path
 
     @property
     def evaluation(self) -> dict[str, Any]:
-        """What `run.evaluate` has found; {} before that."""
+        """The result of the final evaluation (`run.evaluate`); {} before that."""
         return read_json(self.path / "evaluation.json") if self._has_begun else {}
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A row for each step so far, by the names of `metrics.jsonl`; `pandas.DataFrame` takes
-        it."""
+        """A row per step so far, with the names of `metrics.jsonl`, as for `pandas.DataFrame`."""
         return read_metrics(self.path / METRICS_FILE) if self._has_begun else []
 
     def follow(self) -> Iterator[dict[str, Any]]:
-        """Each step's row as it comes. Waits for the next one; the run's end unblocks."""
+        """Yield each step's row as it comes. Waits for the next row, or for the end of the run."""
         last = -1
         while True:
             is_over = self.exit_code is not None
@@ -120,10 +120,10 @@ class Run:
             time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float | None = None) -> "Run":
-        """Waits for the run's end; an interrupt stops the run, and is raised again.
+        """Wait for the end of the run; an interrupt stops the run and is raised again.
 
         Raises:
-            StreamRLError: the run failed; of the failure's kind, with its sentence.
+            StreamRLError: the run failed; the error has the class and sentence of the failure.
             TimeoutError: it has not ended after `timeout_s`.
         """
         try:
@@ -134,14 +134,14 @@ class Run:
             self.stop()
             raise
         self._reader.join()
-        # The latter before the launch has begun to listen to signals.
+        # -SIGTERM comes from a launch that did not yet handle signals.
         if code not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
             raise error_of(code, f"launch: {sentence_of(code, self._record)}")
         return self
 
     def stop(self, timeout_s: float | None = None) -> "Run":
-        """Stop the run, which saves a checkpoint first; `train(..., resume=True)` goes on with it.
-        Waits for its end."""
+        """Stop the run, which first saves a checkpoint, and wait for its end.
+        `train(..., resume=True)` resumes it."""
         if self.exit_code is None:
             self._process.send_signal(signal.SIGTERM)
         return self.wait(timeout_s)
@@ -152,24 +152,25 @@ class Run:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether the folder is this run's, and no longer that of the one which it replaces."""
+        """Whether the folder is already this run's, not that of the run which it replaces."""
         return self._replaced is None or _stamp(self.path) != self._replaced
 
     def _read_output(self, show: bool) -> None:
-        """Until the launch has closed it; waits for the next line."""
+        """Read lines until the launch closes its output."""
         assert self._process.stdout is not None, "it is a pipe"
         with self._pipe, self._process.stdout as output:
             for line in output:
                 self._lines.append(line)
                 if show:
-                    # One that is closed, lacks a character or is none at all must not end the run.
+                    # An output that is closed, missing or cannot encode must not end the run.
                     with suppress(Exception):
                         sys.stdout.write(line)
             self._record = self._pipe.read()
 
 
 def _stamp(folder: Path) -> int | None:
-    """Of the run in the folder: a launch writes its configuration anew. None without a run."""
+    """A mark of the run in the folder, which changes when a launch writes its configuration; None
+    without a run."""
     try:
         return (folder / RESOLVED_FILE).stat().st_mtime_ns
     except OSError:
@@ -189,13 +190,13 @@ import cloudpickle
 
 
 def function_setting(function: Callable[..., Any] | str, folder: Path) -> str:
-    """PATH.py:NAME of the reward, for the daemons, which are other processes.
+    """The reward as PATH.py:NAME, for the daemons, which are other processes.
 
-    A function of a module is named where it stands. One of a notebook or of the script itself,
-    which must not be run again, or a local one, is kept by value in the folder.
+    A function in a module is named by its file. A local function, or one from a notebook or the
+    running script (which must not run again), is pickled into the folder.
 
     Raises:
-        ConfigError: it is neither a function nor a name, or it cannot be kept.
+        ConfigError: it is neither a function nor a name, or it cannot be pickled.
     """
     if isinstance(function, str):
         return function
@@ -211,10 +212,10 @@ def function_setting(function: Callable[..., Any] | str, folder: Path) -> str:
 
 
 def dataset_setting(argument: str, dataset: Rows | str | Path, folder: Path) -> str:
-    """The path of a dataset: as it is given, or of a new JSONL file of its rows.
+    """The path of a dataset: the given one, or that of a new JSONL file with its rows.
 
     Raises:
-        ConfigError: a row is no mapping, or holds what JSON cannot; or there is none.
+        ConfigError: a row is not a mapping or cannot be JSON, or there are no rows.
     """
     if isinstance(dataset, str | Path):
         return str(dataset)
@@ -252,7 +253,7 @@ def _kept_by_value(function: Callable[..., Any], folder: Path) -> str:
 
 
 def _written(folder: Path, data: bytes, suffix: str, *, is_private: bool = False) -> Path:
-    # A module's name begins with a letter.
+    # The name of a Python module must begin with a letter.
     path = folder.resolve() / f"input_{hashlib.sha256(data).hexdigest()[:16]}{suffix}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -281,16 +282,16 @@ def train(
         dataset: `data.source`: rows (mappings, such as those of a `datasets.Dataset`), a file or a
             name.
         eval_dataset: `data.eval_source`, likewise.
-        settings: further ones by name, such as {"learner.optimizer.lr": 1e-6}.
-        resume: go on with the run in the folder.
-        new: move a run that is in the folder aside.
-        strict: end at the first failure of a daemon, instead of starting it again.
+        settings: further settings by name, such as {"learner.optimizer.lr": 1e-6}.
+        resume: resume the run in the folder.
+        new: move a run in the folder aside.
+        strict: end at the first failure of a daemon instead of restarting it.
         wait: return when the run has ended; otherwise at once.
         show: print the progress.
 
     Raises:
         ConfigError: the configuration cannot be used.
-        StreamRLError: `wait`, and the run has failed; of the failure's kind.
+        StreamRLError: with `wait`, if the run failed; the error has the class of the failure.
     """
     if resume and new:
         raise ConfigError("resume and new exclude each other: go on with the run, or start another")
@@ -302,7 +303,7 @@ def train(
         is_file = isinstance(config, str | Path)
         file = given
         if not is_file:
-            # It may have a password in it.
+            # It may contain a password.
             data = given.read_bytes()
             file = _written(_inputs(loaded), data, ".yaml", is_private=True)
     mode = ["--resume"] if resume else ["--new"] if new else []
@@ -326,8 +327,8 @@ def _named(
     dataset: Rows | str | Path | None,
     eval_dataset: Rows | str | Path | None,
 ) -> dict[str, str]:
-    """The settings of the arguments that are given; what has to be written is, beside the runs."""
-    # A configuration that names no source of prompts is complete with the dataset alone.
+    """The settings for the given arguments; files for them are written beside the runs."""
+    # With a dataset, a configuration without a source of prompts is complete.
     known = [*overrides, 'data.source=""'] if dataset is not None else overrides
     folder = _inputs(load_config(file, known).config)
     named: dict[str, str] = {}
@@ -343,13 +344,13 @@ def _named(
 
 
 def _inputs(config: RunConfig) -> Path:
-    """The folder of what is written for runs, beside them."""
+    """The folder for such files, beside the run folders."""
     return config.run.folder / "inputs"
 
 
 @contextmanager
 def _file_of(config: str | Path | Mapping[str, Any] | RunConfig) -> Iterator[Path]:
-    """A YAML file of it; one that is written is there for the block."""
+    """The configuration as a YAML file; a temporary one exists for the block."""
     match config:
         case str() | Path():
             yield Path(config)

@@ -1,11 +1,10 @@
-"""Connections of ZeroMQ: CURVE keys encrypt them and authenticate both ends; a client makes one
-that is lost anew.
+"""ZeroMQ connections: CURVE keys encrypt them and authenticate both ends; clients reconnect.
 
     FOLDER/  server.secret  server.public     the buffer and the learner need all of them
-             client.secret  client.public     generators need all but server.secret
+             client.secret  client.public     generators need all except server.secret
 
-The buffer serves `buffer.url` with them, the learner `weights.address`; both settings take the
-folder from `buffer.curve`.
+The buffer serves `buffer.url` with them, the learner `weights.address`; the folder of both is
+`buffer.curve`.
 
 Invariant: an address that other machines can reach is neither served nor connected to without
 keys.
@@ -22,11 +21,11 @@ from streamrl.durable_files import open_private
 from streamrl.errors import ConfigError
 
 LOST_S = 10
-"""A connection whose peer has taken in nothing for so long is lost."""
+"""Seconds without progress at the peer after which a connection counts as lost."""
 
 
 def make_keys(folder: Path) -> None:
-    """Make both pairs, readable by the owner only. Raises ConfigError if keys are there already."""
+    """Make both key pairs, readable by their owner only. Raises ConfigError if keys exist."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for owner in ("server", "client"):
         public, secret = zmq.curve_keypair()
@@ -40,9 +39,9 @@ def make_keys(folder: Path) -> None:
 
 
 class CurveServer:
-    """The server's side: its own key, and the one that it accepts. `setting` has the URL.
+    """The server's side: its own key and the client key that it accepts. `setting` has the URL.
 
-    One for each context: ZeroMQ asks one authenticator in it.
+    One per context, since ZeroMQ asks one authenticator per context.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class CurveServer:
         self._accepted = b"" if folder is None else read_key(folder, "client.public")
 
     def configure(self, socket: "zmq.Socket[Any]") -> None:
-        """Set the keys of a socket that is not yet bound, and the address family of its URL."""
+        """Set the keys of an unbound socket, and the address family of its URL."""
         choose_family(socket, self._url)
         if self._folder is None:
             return
@@ -75,7 +74,7 @@ class CurveServer:
         self._authenticator.configure_curve_callback(credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator for every client that knows the server's key."""
+        """Called by the authenticator for every client that knows the server's public key."""
         return key == self._accepted
 
     def close(self) -> None:
@@ -86,8 +85,8 @@ class CurveServer:
 def set_client_keys(
     socket: "zmq.Socket[Any]", url: str, folder: Path | None, setting: str = "buffer.url"
 ) -> None:
-    """Set the keys of a client's socket that is not yet connected to the URL in `setting`, and the
-    address family of the URL."""
+    """Set the keys of a client's unconnected socket for the URL in `setting`, and the address
+    family of the URL."""
     choose_family(socket, url)
     if why := lacks_keys(setting, url, folder):
         raise ConfigError(why)
@@ -99,24 +98,23 @@ def set_client_keys(
 
 
 def reconnect_soon(socket: "zmq.Socket[Any]") -> None:
-    """Make a client's connection anew where it is lost without a word, as in a network that is cut:
-    the system alone goes on with the one there was for a quarter of an hour, and less and less
-    often."""
+    """Make a client reconnect soon after a silent loss, as when a network is cut. By itself the
+    system retries the old connection for a quarter of an hour, less and less often."""
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     socket.setsockopt(zmq.TCP_MAXRT, 1000 * LOST_S)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000 * LOST_S)
 
 
 def choose_family(socket: "zmq.Socket[Any]", url: str) -> None:
-    """ZeroMQ takes an IPv6 address with this option only; with it a name such as localhost would be
-    its IPv6 address alone."""
+    """Set ZeroMQ's IPv6 option if the URL needs it. It is not always set, since with it a name such
+    as localhost would mean only its IPv6 address."""
     if family_of(host_of(url)) == AF_INET6:
         socket.setsockopt(zmq.IPV6, 1)
 
 
 def serve_with_new_key(socket: "zmq.Socket[Any]") -> str:
-    """Make a key for a server's socket that is not yet bound. Only those who are told the public
-    half, which is returned, can connect: no handshake begins without it."""
+    """Make a new key for a server's unbound socket, and return its public half. Only clients that
+    know it can connect: no handshake begins without it."""
     public, secret = zmq.curve_keypair()
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
@@ -125,7 +123,7 @@ def serve_with_new_key(socket: "zmq.Socket[Any]") -> str:
 
 
 def use_key(socket: "zmq.Socket[Any]", key: str) -> None:
-    """Set the key that `serve_with_new_key` returned, at a socket that is not yet connected."""
+    """Use the key that `serve_with_new_key` returned, for an unconnected socket."""
     public, secret = zmq.curve_keypair()
     socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
@@ -133,7 +131,7 @@ def use_key(socket: "zmq.Socket[Any]", key: str) -> None:
 
 
 def read_key(folder: Path, name: str) -> bytes:
-    """Raise ConfigError if the file cannot be read, or holds no key."""
+    """The key in the file; ConfigError if it cannot be read or holds no key."""
     path = folder / name
     try:
         key = path.read_bytes().strip()

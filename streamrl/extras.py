@@ -1,8 +1,8 @@
-"""The extras of the installation: which packages each brings, what needs them, and the sentence
-that names the command which installs one.
+"""The optional extras: which packages each one installs, what needs them, and the sentence with
+the command that installs one.
 
-Invariant: every extra of pyproject.toml is in `EXTRAS`, and a package that is imported only where
-something needs it is looked up here, so that whoever lacks it reads the same command everywhere.
+Invariant: every extra of pyproject.toml is in `EXTRAS`. Every package that is imported only on
+demand is looked up here, so the error for a missing one names the same command everywhere.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from streamrl.errors import ConfigError
 
 
 class Extra(NamedTuple):
-    """`modules` are what its packages are imported as; `needed_by` is Markdown."""
+    """`modules` are the import names of its packages; `needed_by` is Markdown."""
 
     modules: tuple[str, ...]
     needed_by: str
@@ -44,10 +44,10 @@ EXTRAS: Mapping[str, Extra] = {
     "vision": Extra(("PIL",), "prompts with images"),
     "tasks": Extra(("reasoning_gym",), "`data.source: reasoning_gym:NAME`"),
 }
-"""Those of users; `docs` and `dev` are for work on StreamRL."""
+"""The extras for users; `docs` and `dev` are for developing StreamRL."""
 
 FLASH_ATTENTION: Mapping[object, str] = {3: "flash_attn_interface", 4: "flash_attn.cute"}
-"""The modules of its versions that no extra installs."""
+"""The modules of FlashAttention versions that no extra installs."""
 
 _EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.modules}
 _EXTRA_OF["antlr4"] = "math"  # Comes with math-verify, and is imported before it.
@@ -63,12 +63,12 @@ def is_installed(module: str) -> bool:
 
 
 def missing(needs: str, error: ImportError) -> ConfigError:
-    """What to raise where an import fails: `needs` begins with the setting, `learner.lora:`."""
+    """The error to raise if an import fails; `needs` begins with the setting, `learner.lora:`."""
     return not_installed(needs, str(error.name).partition(".")[0], str(error))
 
 
 def not_installed(needs: str, module: str, reason: str = "") -> ConfigError:
-    """The same for a module's name.
+    """The error for a module, by its name.
 
     >>> str(not_installed("learner.lora:", "peft"))
     "learner.lora: needs peft, which is not installed: pip install 'streamrl[lora]'"
@@ -80,6 +80,6 @@ def not_installed(needs: str, module: str, reason: str = "") -> ConfigError:
 
 
 def require(needs: str, module: str) -> None:
-    """Imports nothing. Raises ConfigError if the module is not installed."""
+    """Raise ConfigError if the module is not installed; imports nothing."""
     if not is_installed(module):
         raise not_installed(needs, module)

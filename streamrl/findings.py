@@ -1,8 +1,9 @@
-"""What a look at something finds: that it is in order, a warning, or a problem, in a sentence.
+"""Findings: that something is in order, a warning, or a problem, in one sentence.
 
-`streamrl check` finds so before a run and `streamrl.diagnosis` while there is one.
+`streamrl check` makes them before a run and `streamrl.diagnosis` during one.
 
-Invariant: a sentence about a setting begins with its name, which is the cause where none is given.
+Invariant: a sentence about a setting begins with its name, which is the finding's cause if no other
+is given.
 """
 
 import re
@@ -26,8 +27,8 @@ class Severity(StrEnum):
 class Finding(Struct, frozen=True):
     """`cause` is a name for programs: a setting, a part of the machine, or why a run stalls.
 
-    `where` is the place where the setting was given; `remedy` is "" where nothing is to be done, or
-    where the sentence has it.
+    `where` says where the setting was given; `remedy` is "" if there is nothing to do, or if the
+    sentence says it.
     """
 
     area: "Area"
@@ -42,8 +43,8 @@ class Finding(Struct, frozen=True):
 
 
 class Area(StrEnum):
-    """What a finding is about: this machine and the servers that a run uses; the model's files;
-    prompts, rewards and tools; settings; memory of host and GPUs; a run that goes on."""
+    """What a finding is about: this machine and the servers that a run uses; settings; the model's
+    files; prompts, rewards and tools; memory of host and GPUs; a run in progress."""
 
     MACHINE = "machine"
     CONFIGURATION = "configuration"
@@ -67,14 +68,14 @@ class Area(StrEnum):
         return Finding(self, severity, name, sentence, remedy=remedy)
 
     def refusal(self, look_up: Callable[..., object], *arguments: object) -> Iterator[Finding]:
-        """The problem for which a daemon's own look-up refuses; none if it succeeds."""
+        """The problem that makes a daemon's own look-up fail; nothing if it succeeds."""
         try:
             look_up(*arguments)
         except ConfigError as error:
             yield self.problem(str(error))
 
     def up_to_refusal(self, findings: Iterator[Finding]) -> Iterator[Finding]:
-        """These, and as the last one the problem for which a look-up among them refuses."""
+        """The findings, up to a look-up among them that fails, whose problem is the last one."""
         try:
             yield from findings
         except ConfigError as error:

@@ -6,12 +6,12 @@
     pid        its id
     logger     the module that logs; stdout or stderr for what was printed; launcher
     message    the text
-    exception  the traceback, where there is one
+    exception  the traceback, if there is one
 
-Invariant: what Python code of the process logs, prints, warns of or raises without catching it
-becomes such objects. Lines of native code, or of a child process of a library, stay as they are.
-`streamrl.cli` begins it for a daemon whose launcher asks for it, so that errors of the imports are
-covered, and `streamrl.service`. Imports nothing of StreamRL.
+Invariant: everything that Python code of the process logs, prints, warns about or raises without
+catching becomes such objects. Lines of native code, or of child processes of libraries, stay as
+they are. It is switched on by `streamrl.cli` for a daemon whose launcher asks for it, so that
+errors during imports are covered, and by `streamrl.service`. Imports nothing from StreamRL.
 """
 
 import atexit
@@ -34,7 +34,7 @@ _MAX_LINE = 2**16
 def json_line(
     role: str, level: str, logger: str, message: str, *, time_s: float, exception: str = ""
 ) -> str:
-    """The object as one line, without its end."""
+    """The object as one line, without the newline."""
     fields: dict[str, Any] = {
         "time": datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds"),
         "level": level,
@@ -65,8 +65,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineWriter(io.TextIOBase):
-    """A standard stream of which each line that is printed becomes an object; to libraries it is no
-    terminal, and closing it does not close the stream."""
+    """A standard stream that turns each printed line into an object. Libraries do not take it for a
+    terminal, and closing it does not close the stream below."""
 
     def __init__(self, stream: TextIO, role: str, name: str) -> None:
         self.stream = stream
@@ -90,7 +90,7 @@ class LineWriter(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Print the line that has not ended, if there is one."""
+        """Print the unfinished line, if there is one."""
         self.write("\n")
 
     def flush(self) -> None:
@@ -108,12 +108,12 @@ class LineWriter(io.TextIOBase):
 
     @property
     def buffer(self) -> Any:
-        """For bytes, which stay as they are."""
+        """The stream for bytes, which stay as they are."""
         return self.stream.buffer
 
 
 def log_as_json(role: str) -> TextIO:
-    """Begin, or go on under another role; the standard error that log lines are written to."""
+    """Switch it on, or change the role; returns the standard error for log lines."""
     output, errors = _plain(sys.stdout), _plain(sys.stderr)
     for name, stream in (("stdout", output), ("stderr", errors)):
         writer = LineWriter(stream, role, name)
@@ -141,7 +141,7 @@ def log_as_json(role: str) -> TextIO:
 
 
 def _plain(stream: Any) -> TextIO:
-    """What is below a stream that writes objects already; its last line is finished."""
+    """The stream below a `LineWriter`, whose last line is finished first."""
     if not isinstance(stream, LineWriter):
         plain: TextIO = stream
         return plain

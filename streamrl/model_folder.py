@@ -1,4 +1,4 @@
-"""Facts of a model's folder, read from its files, without torch and transformers."""
+"""Facts about a model folder, read from its files without torch and transformers."""
 
 import json
 import math
@@ -14,25 +14,25 @@ from streamrl.errors import ConfigError, reading
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 VISION = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Models that see images: their vision tower takes patches with their grid, and their text model
-positions of three axes, as `streamrl.vision.tower` has it."""
+"""Model families with vision that StreamRL supports: the vision tower takes patches and their grid,
+and the text model takes positions on three axes (`streamrl.vision.tower`)."""
 _LONGEST_HEADER = 100_000_000
 _SAMPLE = 4096
-"""Bytes of each tensor that tell weights apart."""
+"""Leading bytes of each tensor that are compared to tell weights apart."""
 _TENSOR = {"shape", "data_offsets"}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """`setting` is the one that names the folder; errors begin with it."""
+    """`setting` is the setting that names the folder; errors begin with it."""
 
     path: Path
     setting: str
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Of the language model, which stands below `text_config` in models of several modes."""
+        """The language model's configuration, which multimodal models have in `text_config`."""
         outer = self._read("config.json")
         if not outer:
             raise ConfigError(
@@ -44,7 +44,7 @@ class ModelFolder:
 
     @property
     def family(self) -> object:
-        """Of the whole model, which may see images besides; None if it does not say."""
+        """The `model_type` of the whole model, including its vision part; None if it has none."""
         return self._read("config.json").get("model_type")
 
     @property
@@ -53,19 +53,19 @@ class ModelFolder:
 
     @cached_property
     def num_parameters(self) -> int:
-        """By the headers of its safetensors; 0 where it has none that can be read."""
+        """Counted from the safetensors headers; 0 if none can be read."""
         return sum(map(prod, self.shapes.values()))
 
     @cached_property
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        """Of the tensors in its safetensors, by their names; {} where none can be read."""
+        """Shapes of the tensors in its safetensors, by name; {} if none can be read."""
         headers = (_header(self.path / name)[0] for name in self._weight_files)
         return {name: tensor["shape"] for header in headers for name, tensor in header.items()}
 
     @cached_property
     def digest(self) -> str:
-        """Of the names, the shapes and the first bytes of the tensors in its safetensors, however
-        they are divided into files; "" where none can be read."""
+        """A digest of the names, shapes and first bytes of the tensors in its safetensors,
+        independent of their division into files; "" if none can be read."""
         samples = {
             n: s for name in sorted(self._weight_files) for n, s in _samples(self.path / name)
         }
@@ -74,7 +74,7 @@ class ModelFolder:
 
     @cached_property
     def damage(self) -> str:
-        """Which file of the weights is missing or cut off; "" if none is, or none is known."""
+        """Which weight file is missing or truncated; "" if none is known to be."""
         for name in sorted(self._weight_files):
             file = self.path / name
             if not file.is_file():
@@ -88,8 +88,8 @@ class ModelFolder:
 
     @property
     def _weight_files(self) -> set[str]:
-        """The safetensors, by their index where there is one; without it, of the usual name where
-        there is one, since others beside it hold the same again."""
+        """The safetensors files: those of the index if there is one, otherwise model.safetensors if
+        it is there (others beside it hold the same again), otherwise all."""
         listed = self._read("model.safetensors.index.json").get("weight_map") or {}
         found = {file.name for file in self.path.glob("*.safetensors")}
         return {*listed.values()} or ({"model.safetensors"} & found) or found
@@ -100,7 +100,7 @@ class ModelFolder:
 
     @property
     def context(self) -> float:
-        """Tokens of the longest sequence, infinite if the folder does not tell."""
+        """Longest sequence in tokens; infinite if the folder does not say."""
         config = self.config
         names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
         longest = next((config[name] for name in names if config.get(name)), math.inf)
@@ -110,7 +110,7 @@ class ModelFolder:
 
     @property
     def limited_attention(self) -> str:
-        """How attention is cut off in some layer; "" where every layer sees every token."""
+        """How attention is limited in some layers; "" if every layer sees every token."""
         config = self.config
         kinds = set(config.get("layer_types") or ()) - {"full_attention"}
         slides = config.get("sliding_window") and config.get("use_sliding_window", True)
@@ -118,7 +118,7 @@ class ModelFolder:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Those that end a sequence, by the model and by its generation settings."""
+        """The tokens that end a sequence, by the model's and its generation settings."""
         named = (self.config, self._read("generation_config.json"))
         return frozenset(i for facts in named for i in _listed(facts.get("eos_token_id")))
 
@@ -128,28 +128,28 @@ class ModelFolder:
 
     @cached_property
     def chat_template(self) -> str:
-        """Jinja; of several the text of all; "" where there is none."""
+        """The Jinja text, of all templates if there are several; "" if there is none."""
         file = self.path / "chat_template.jinja"
         named = self._read("tokenizer_config.json").get("chat_template")
         return str(named or (file.read_text(encoding="utf-8") if file.is_file() else ""))
 
     @cached_property
     def token_ids(self) -> Mapping[str, int]:
-        """The tokens that text is made of; {} where tokenizer.json is missing."""
+        """Ids of the tokens in the vocabulary, by token; {} without tokenizer.json."""
         vocabulary = (self._tokenizer.get("model") or {}).get("vocab") or {}
         if isinstance(vocabulary, Mapping):
             return vocabulary
-        # Unigram lists [token, score] in the order of the ids.
+        # Unigram models list [token, score] in order of ids.
         return {entry[0]: number for number, entry in enumerate(vocabulary)}
 
     @cached_property
     def special_token_ids(self) -> Mapping[str, int]:
-        """Those that were added to them."""
+        """Ids of the tokens that were added to the vocabulary, by token."""
         return {t["content"]: t["id"] for t in self._tokenizer.get("added_tokens") or ()}
 
     @property
     def tokenizer_eos(self) -> int | None:
-        """The id of the token that ends a sequence, by the tokenizer's own settings."""
+        """Id of the token that ends a sequence, by the tokenizer's settings."""
         token = self._read("tokenizer_config.json").get("eos_token")
         name = token.get("content") if isinstance(token, Mapping) else token
         return {**self.token_ids, **self.special_token_ids}.get(str(name))
@@ -171,8 +171,8 @@ class ModelFolder:
 def require_same_tokens(
     setting: str, path: str, wanted: Mapping[str, int], found: Mapping[str, int]
 ) -> None:
-    """Raise ConfigError if a token of the policy, `wanted`, has another id, or none, in the model
-    at `path`, which `setting` names."""
+    """Raise ConfigError if a token of the policy (`wanted`) has another id or none in the model at
+    `path`, which `setting` names."""
     for token, number in sorted(wanted.items(), key=lambda item: item[1]):
         if found.get(token) != number:
             there = f"is {found[token]}" if token in found else "does not exist"
@@ -184,10 +184,10 @@ def require_same_tokens(
 
 
 def local_folder(setting: str, name: str) -> ModelFolder | None:
-    """The folder of this name, here or in the Hub's cache."""
+    """The model folder of this name, on disk or in the hub's cache; None if there is none."""
     if (path := Path(name)).is_dir():
         return ModelFolder(path, setting)
-    # Most runs name a folder.
+    # Imported here, since most runs name a folder.
     from huggingface_hub.constants import HF_HUB_CACHE
 
     repository = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
@@ -200,8 +200,8 @@ def local_folder(setting: str, name: str) -> ModelFolder | None:
 
 
 def _header(file: Path) -> tuple[Mapping[str, Any], int]:
-    """The tensors in a file, by their names, and where their bytes begin: 8 bytes with the length
-    of the JSON that follows. Neither of a file that cannot be read."""
+    """The tensors in a safetensors file by name, and the offset of their bytes; ({}, 0) if it
+    cannot be read. The file begins with 8 bytes that hold the length of the JSON header."""
     try:
         with file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
@@ -218,7 +218,7 @@ def _header(file: Path) -> tuple[Mapping[str, Any], int]:
 
 
 def _samples(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Of the tensors in a file, by their names: what each is, and how it begins."""
+    """For each tensor in a file its name, and its description with its first bytes."""
     tensors, begin = _header(file)
     if not tensors:
         return
@@ -231,7 +231,7 @@ def _samples(file: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _num_bytes(file: Path) -> int:
-    """What the file has by its own header."""
+    """The size of the file according to its header."""
     tensors, begin = _header(file)
     return begin + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
 

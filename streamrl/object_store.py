@@ -1,7 +1,7 @@
-"""A folder in an object store, by fsspec: s3://, gs://, hf:// and file://.
+"""A folder in an object store, through fsspec: s3://, gs://, hf:// and file://.
 
-Invariant: a library of a store is imported when the first folder in such a store is opened; its
-errors, which each has of its own, become one kind, with the setting that names the folder.
+Invariant: the library of a store is imported when the first folder in such a store is opened. The
+different errors of the libraries become one kind, which names the setting of the folder.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from streamrl.errors import ConfigError, TransportError
 from streamrl.extras import not_installed
 
 MODULES = {"s3": "s3fs", "gs": "gcsfs"}
-"""What the stores of a scheme need, beside what is always installed."""
+"""The package that each scheme needs in addition to those always installed."""
 
 
 class StoreFolder:
     """The folder `url`, which the setting names. Each call waits for the store.
 
     Raises:
-        ConfigError: the package for such a store is not installed.
-        TransportError: from each call: the store is unreachable, or refuses; see `failure`.
+        ConfigError: the package for this store is not installed.
+        TransportError: from each call, if the store is unreachable or refuses; see `failure`.
     """
 
     failure: ClassVar[type[TransportError]] = TransportError
 
     def __init__(self, setting: str, url: str) -> None:
-        # Its libraries take a while; few runs have a store.
+        # Imported here: its libraries take a while to load, and few runs have a store.
         from fsspec.core import url_to_fs
 
         self.url, self._setting = url, setting
@@ -42,13 +42,14 @@ class StoreFolder:
             raise not_installed(f"{setting}: {scheme}://", module, str(error)) from error
 
     def put(self, file: Path, name: str, *, is_read: bool = False) -> None:
-        """Under a name that nobody has been told of; one that `is_read` is exchanged as a whole.
-        Raises FileNotFoundError if there is no such file here."""
+        """Upload the file under a name that no reader knows yet; with `is_read`, readers know the
+        name, and the object is replaced as a whole. Raises FileNotFoundError if the local file does
+        not exist."""
         file.stat()
         self._write(name, file, is_read=is_read)
 
     def replace(self, name: str, content: bytes) -> None:
-        """A reader gets what was there before or this, and no part of either."""
+        """Replace the object; readers get the old or the new content as a whole."""
         self._write(name, content, is_read=True)
 
     def get(self, name: str, file: Path) -> None:
@@ -68,7 +69,7 @@ class StoreFolder:
         return content
 
     def names(self) -> set[str]:
-        """Of all that is in it, at any depth."""
+        """The names of all objects in it, at any depth."""
         self._fs.invalidate_cache()
         try:
             found = self._do(lambda: self._fs.find(self._path))
@@ -80,23 +81,23 @@ class StoreFolder:
         with contextlib.suppress(FileNotFoundError):
             self._do(lambda: self._fs.rm_file(self._place(name)))
         if self._is_folder:
-            # Those of an object store are names alone.
+            # In an object store, folders exist only as parts of names.
             with contextlib.suppress(OSError):
                 for folder in Path(name).parents[:-1]:
                     Path(self._path, folder).rmdir()
 
     def move_to(self, url: str) -> None:
-        """All of it, to a folder of the same store that is not there yet."""
+        """Move everything to another folder of the same store, which must not exist yet."""
         target = self._fs._strip_protocol(url)
         if self._is_folder:
             self._do(lambda: self._fs.mv(self._path, target, recursive=True))
             return
-        # s3fs would move the folder as an object of its own, which S3 does not have.
+        # s3fs would also try to move the folder itself as an object, which does not exist in S3.
         for name in sorted(self.names()):
             self._do(partial(self._fs.mv, self._place(name), f"{target}/{name}"))
 
     def require_writable(self) -> None:
-        """Write a small object, and remove it again. Raises ConfigError if that cannot be."""
+        """Write and remove a small object; ConfigError if that fails."""
         try:
             self.replace(".writable", b"")
             self.remove(".writable")
@@ -104,7 +105,7 @@ class StoreFolder:
             raise ConfigError(f"{error}: it has to be writable from here") from error
 
     def _write(self, name: str, content: Path | bytes, *, is_read: bool) -> None:
-        """An object store puts an object as a whole, a folder has files renamed."""
+        """Write as a whole: an object store does so by itself, in a folder the file is renamed."""
         place = self._place(name)
         first = f"{place}.unfinished" if is_read and self._is_folder else place
         try:
@@ -112,12 +113,12 @@ class StoreFolder:
             if first != place:
                 self._do(lambda: self._fs.mv(first, place))
         except FileNotFoundError as error:
-            # Such as of a bucket that is not there.
+            # For example the bucket does not exist.
             raise self.failure(f"{self._setting} {self.url}: {error}") from error
 
     def _upload(self, content: Path | bytes, place: str) -> None:
         if self._is_on_hub:
-            # Its file system writes a copy to this machine's disk, and leaves it after a failure.
+            # The hub's file system would first write a copy to disk, and leave it after a failure.
             from huggingface_hub import batch_bucket_files
 
             _, user, bucket, path = place.split("/", 3)

@@ -1,10 +1,9 @@
-"""How a daemon runs: one event loop, two signals (`streamrl.shutdown`), an exit code for its
-supervisor: 0 where the work is done or a first signal has drained it, else that of its error (see
-`streamrl.errors`).
+"""How a daemon runs: one event loop, two signals (`streamrl.shutdown`), and an exit code for its
+supervisor: 0 if the work is done or was drained after a first signal, otherwise that of its error
+(see `streamrl.errors`).
 
-Invariant: a task that fails ends the daemon, and its supervisor gets the reason in one sentence. A
-daemon's `main` calls `run` with its coroutine, which waits for `Shutdown.requested` beside its
-work.
+Invariant: a failing task ends the daemon, and its supervisor gets the reason in one sentence. A
+daemon's `main` calls `run` with a coroutine, which also waits for `Shutdown.requested`.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Code of the user's own, named in a configuration as PATH.py:NAME.
+"""User code, named in a configuration as PATH.py:NAME.
 
-Invariant: a file is run once per process, under its own name, so it may import what stands beside
-it; whatever is wrong with it is one sentence that begins with the field that names it.
+Invariant: a file is run once per process, under its own name, so it may import modules beside it;
+every error about it is one sentence that begins with the field that names it.
 """
 
 import ast
@@ -21,12 +21,12 @@ from streamrl.errors import ConfigError, StreamRLError, did_you_mean, similar_pa
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 
-# A global of the user's files, by which a frame of a traceback is recognized as theirs.
+# A global in the user's files, by which traceback frames are recognized as user code.
 _MARK = "__streamrl_user_code__"
 
 
 def is_user_code(entry: str) -> bool:
-    """Whether the entry names a file of the user's rather than something built in.
+    """Whether the entry names a user's file rather than something built in.
 
     >>> is_user_code("rewards.py:score"), is_user_code("exact_match")
     (True, False)
@@ -35,7 +35,7 @@ def is_user_code(entry: str) -> bool:
 
 
 def check_user_code(entry: str) -> str:
-    """The entry. Raises ValueError if it is not of the form PATH.py:NAME."""
+    """Return the entry, or raise ValueError if it does not have the form PATH.py:NAME."""
     file, _, name = entry.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"was {entry!r}; code of your own is named PATH.py:NAME")
@@ -43,10 +43,10 @@ def check_user_code(entry: str) -> str:
 
 
 def named(field: str, name: str, built_in: Mapping[str, Entry]) -> Entry:
-    """What a setting names: an entry of the table, or the user's own at PATH.py:NAME.
+    """What a setting names: an entry of the table, or user code at PATH.py:NAME.
 
     Raises:
-        ConfigError: a user's own that cannot be loaded.
+        ConfigError: the user code cannot be loaded.
         ValueError: the name is unknown.
     """
     if is_user_code(name):
@@ -61,7 +61,7 @@ def load_user_code(field: str, entry: str) -> Callable[..., Any]:
     """The function or class at PATH.py:NAME.
 
     Args:
-        field: the setting that names it, such as `data.reward`; errors begin with it.
+        field: the setting that names it, such as `data.reward`, with which errors begin.
 
     Raises:
         ConfigError: no such file or name, or the file cannot be run.
@@ -83,10 +83,10 @@ def load_user_code(field: str, entry: str) -> Callable[..., Any]:
 
 
 def find_user_code(field: str, entry: str) -> None:
-    """As `load_user_code`, without running the file: what needs torch takes seconds to load.
+    """Check for `load_user_code` without running the file: loading torch takes seconds.
 
     Raises:
-        ConfigError: no such file, it is no Python, or nothing at its top level has the name.
+        ConfigError: no such file, it is not Python, or nothing at its top level has the name.
     """
     path, name = _place_of(field, entry)
     with attributed_to(f"{field}: {path}"):
@@ -103,14 +103,14 @@ def check_kwargs(
     *,
     num_given: int = 0,
 ) -> None:
-    """Whether a function or class takes the arguments of a setting, and has all that it needs.
+    """Check that a function or class accepts the arguments in a setting and lacks none.
 
     Args:
-        field: the setting that has them, such as `data.reward_kwargs`; errors begin with it.
-        num_given: its first parameters, which others give.
+        field: the setting with the arguments, such as `data.reward_kwargs`; errors begin with it.
+        num_given: number of leading parameters that the caller passes itself.
 
     Raises:
-        ConfigError: an argument is unknown, or one that has no default is missing.
+        ConfigError: an argument is unknown, or one without a default is missing.
     """
     parameters = _parameters(function)[num_given:]
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -126,8 +126,8 @@ def check_kwargs(
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """Of a class that has only what it gets of `object` there are none; `inspect` would touch every
-    module to say so, whose memory a forked generator shares with others."""
+    """None for a class with only the constructor of `object`: `inspect` would touch every module to
+    find that out, and so copy memory that a forked generator shares with others."""
     if type(function) is type:
         own = {name for base in function.__mro__[:-1] for name in vars(base)}
         if own.isdisjoint(("__init__", "__new__")):
@@ -137,26 +137,26 @@ def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 
 @contextmanager
 def attributed_to(owner: str, kind: type[StreamRLError] = ConfigError) -> Iterator[None]:
-    """Around code of the user's, which may raise anything: the error says whose code it was.
+    """For a block that runs user code, which may raise anything: the error says whose code it was.
 
     Raises:
-        kind: for every exception in the block, `exit()` and others that are no `Exception`
-            included, as "owner: its type: its message (FILE:LINE)".
+        kind: for every exception in the block, including `exit()` and others that are not an
+            `Exception`, as "owner: its type: its message (FILE:LINE)".
     """
     try:
         yield
     except BaseException as error:
-        # Not above: the command line does without it.
+        # Imported here, since the command line does without it.
         from asyncio import CancelledError
 
         if isinstance(error, CancelledError | GeneratorExit | KeyboardInterrupt):
-            # It ends the task or the process that the user's code runs in.
+            # These end the task or process in which the user code runs.
             raise
         raise kind(f"{owner}: {type(error).__name__}: {error}{_place(error)}") from error
 
 
 def is_finite_number(value: Any) -> TypeGuard[SupportsFloat]:
-    """Whether what the user's code gave is one number, also of NumPy or torch, and finite.
+    """Whether a value from user code is a single finite number, also of NumPy or torch.
 
     >>> is_finite_number(True), is_finite_number("1"), is_finite_number(10**400)
     (True, False, False)
@@ -164,12 +164,12 @@ def is_finite_number(value: Any) -> TypeGuard[SupportsFloat]:
     try:
         return hasattr(value, "__float__") and math.isfinite(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        # An array, a tensor of several numbers, an integer above all floats.
+        # An array, a tensor with several numbers, or an integer larger than any float.
         return False
 
 
 def user_traceback(error: BaseException | None) -> TracebackType | None:
-    """The frames of the error from the user's own code on; None if it was not raised there."""
+    """The error's frames from the first one in user code on; None if it was not raised there."""
     frame = error.__traceback__ if error is not None else None
     while frame is not None and _MARK not in frame.tb_frame.f_globals:
         frame = frame.tb_next
@@ -177,7 +177,7 @@ def user_traceback(error: BaseException | None) -> TracebackType | None:
 
 
 def defined_at(function: Callable[..., Any]) -> str:
-    """ " (FILE:LINE)" of a function of the user's own, "" of any other."""
+    """ " (FILE:LINE)" for a function in user code, "" for any other."""
     code = getattr(function, "__code__", None)
     if code is None or _MARK not in function.__globals__:
         return ""
@@ -185,7 +185,7 @@ def defined_at(function: Callable[..., Any]) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """As `defined_at`, of the innermost frame in the user's own files."""
+    """ " (FILE:LINE)" of the innermost frame in user code; "" if there is none."""
     place, frame = "", user_traceback(error)
     while frame is not None:
         if _MARK in frame.tb_frame.f_globals:
@@ -196,7 +196,7 @@ def _place(error: BaseException) -> str:
 
 
 def _place_of(field: str, entry: str) -> tuple[Path, str]:
-    """The file, which exists, and the name in it."""
+    """The file, which is checked to exist, and the name in it."""
     try:
         check_user_code(entry)
     except ValueError as error:
@@ -210,7 +210,7 @@ def _place_of(field: str, entry: str) -> tuple[Path, str]:
 
 
 def _names_bound_in(node: ast.AST) -> Iterator[str]:
-    """The names that code binds at its own level, also in its branches."""
+    """The names that code binds at its top level, including those in branches."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             yield node.name
@@ -233,7 +233,7 @@ def _run(path: Path) -> ModuleType:
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    # Dataclasses look their module up by name; a name that is taken stays with its owner.
+    # Dataclasses look up their module by name; a name that is taken stays with its owner.
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
     return module

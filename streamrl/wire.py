@@ -2,12 +2,12 @@
 
     envelope = [schema version, xxh3-64 of the body, body]      body = msgpack of one record
 
-Invariant: `decode` returns a well-formed record or raises a `WireError`, whatever the bytes. It
-never allocates more than a small multiple of them, since the envelope is walked to its end before
-the body is read, and never executes anything (no pickle). Arrays are msgpack extensions holding
-little-endian bytes, decoded as read-only views into the message; those of narrower numbers than
-records have (`streamrl.types.packed`) are widened, to twice as many bytes at most. No other module
-encodes what crosses a process.
+Invariant: for any bytes, `decode` returns a well-formed record or raises a `WireError`. It never
+allocates more than a small multiple of the message, since the envelope is read to its end before
+the body, and never executes anything (no pickle). Arrays are msgpack extensions with little-endian
+bytes, decoded as read-only views into the message. Arrays sent in a narrower type than the record's
+(`streamrl.types.packed`) are widened, to at most twice the bytes. No other module encodes what is
+sent between processes.
 """
 
 from functools import cache
@@ -49,8 +49,8 @@ def encode(record: Any) -> bytes:
     """The record's envelope as bytes.
 
     Raises:
-        CorruptMessageError: it holds what no message can, as what users' code or a policy wrote
-            may: an integer of more than 64 bits, half a surrogate pair, an object of another kind.
+        CorruptMessageError: it holds a value that no message can, which user code or a policy may
+            produce: an integer beyond 64 bits, half a surrogate pair, an object of another type.
     """
     try:
         body = _encoder.encode(record)
@@ -62,12 +62,12 @@ def encode(record: Any) -> bytes:
 
 
 def decode(data: Buffer, kind: type[Record], *, max_bytes: int = MAX_MESSAGE_BYTES) -> Record:
-    """The record of type `kind` (a Struct, or a union of tagged ones) in `data`.
+    """Decode the record of type `kind` (a Struct, or a union of tagged ones) in `data`.
 
     Raises:
         MessageTooLargeError: `data` is longer than `max_bytes`.
-        SchemaVersionError: another schema version wrote it.
-        CorruptMessageError: truncated, checksum mismatch, wrong type, or an invariant is broken.
+        SchemaVersionError: it was written with another schema version.
+        CorruptMessageError: truncation, wrong checksum or type, or a broken invariant.
     """
     if len(data) > max_bytes:
         raise MessageTooLargeError(f"message of {len(data)} bytes; at most {max_bytes} are read")
@@ -115,7 +115,7 @@ def _decode_extension(code: int, data: memoryview) -> np.ndarray[Any, Any]:
 
 
 def _check_array(kind: Any, value: Any) -> Any:
-    """msgspec's hook for fields of a type it does not know; here: `NDArray[dtype]`."""
+    """msgspec's hook for fields of a type it does not know, here `NDArray[dtype]`."""
     if not isinstance(value, np.ndarray):
         raise ValueError(f"expected an array, got {type(value).__name__}")
     if value.dtype != (expected := _dtype_of(kind)):
