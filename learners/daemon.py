@@ -1,8 +1,8 @@
 """`streamrl learner`: the learner daemon, from a configuration; with torchrun, one of its ranks.
 
-Ends after `run.max_steps`, or at a signal once the last step is durable. The first rank waits for
-the buffer and for groups; generators may join and leave at any time. The other ranks wait for the
-first one, which alone decides, about signals too.
+Ends after `run.max_steps`, or after a signal once the last step is durable. The first rank waits
+for the buffer and for groups; generators may join and leave at any time. The other ranks wait for
+the first one, which makes all decisions, also what to do at a signal.
 """
 
 import argparse
@@ -86,7 +86,7 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
                 unreachable = await _lead(config, shutdown, *rank)
         else:
             await _follow(config, shutdown, place, trainer, buffer, start)
-        # Not after another failure, which ends the other ranks too.
+        # Any other failure skips this, and so ends the other ranks too.
         place.part()
         if unreachable is not None:
             raise unreachable
@@ -104,8 +104,8 @@ async def _lead(
     start: LearnerStart,
     exported: Exported,
 ) -> UnreachableBufferError | None:
-    """The first rank: the loop, and all that the learner does beside it. The error is for when the
-    ranks have parted."""
+    """The first rank: the learner's loop and the tasks beside it. Returns the error to raise once
+    the ranks have parted."""
     if not await _may_begin(config, buffer, shutdown):
         place.all.send(End())
         return None
@@ -151,13 +151,13 @@ async def _lead(
         signaled.cancel()
         sender.close()
         samples.close()
-        # Steps are saved: a tracker that hangs is not waited for, where there is little time.
+        # The steps are saved: after a signal a hanging tracker is not waited for long.
         records.close(STOPPED_S if shutdown.requested.is_set() else CLOSE_S)
 
 
 async def _may_begin(config: RunConfig, buffer: TrajectoryBuffer, shutdown: Shutdown) -> bool:
-    """Whether no signal came before the buffer said whose run it holds, which is asked before the
-    learner binds or changes anything. Waits for the buffer; a signal unblocks."""
+    """Check that the buffer holds no other run before this learner binds or changes anything; false
+    if a signal came first. Waits for the buffer."""
     if config.run.resume != "never":
         return True
     stats = await unless_set(shutdown.requested, buffer.stats())
@@ -174,7 +174,7 @@ async def _follow(
     buffer: TrajectoryBuffer,
     start: LearnerStart,
 ) -> None:
-    """Another rank: what the first one commands, which is told of a signal and decides."""
+    """Another rank: executes the first rank's commands, and passes signals on to it."""
     writer = CheckpointWriter(config, start.history)
     recorder = _make_recorder(config, place, start)
     flush = (lambda: None) if recorder is None else recorder.flush
@@ -199,12 +199,12 @@ async def _follow(
 
 
 def _fetch(buffer: TrajectoryBuffer, shutdown: Shutdown) -> FetchGroups:
-    """Of the buffer; once the learner is to end, it waits no longer than for other answers."""
+    """The buffer's `fetch`, bounded like its other answers once the learner is stopping."""
     return lambda indices: unless_late(shutdown.requested, buffer.fetch(indices))
 
 
 def _load(config: RunConfig, place: RankPlace) -> tuple[Trainer, LearnerState, LearnerStart]:
-    """From the checkpoint that `run.resume` means, or from `model.path`."""
+    """Load the trainer from the checkpoint that `run.resume` selects, or from `model.path`."""
     start = choose(config.run)
     trainer, state = load_trainer(config, start.checkpoint, place.mesh, place.data)
     if start.checkpoint:
@@ -215,7 +215,7 @@ def _load(config: RunConfig, place: RankPlace) -> tuple[Trainer, LearnerState, L
 
 
 def _make_recorder(config: RunConfig, place: RankPlace, start: LearnerStart) -> Recorder | None:
-    """If `buffer.record` asks for one."""
+    """The recorder of steps, if `buffer.record` asks for one."""
     if not config.buffer.record:
         return None
     return Recorder(config, start.history, place.data.index, place.data.count)

@@ -1,6 +1,6 @@
-"""Whether what is trained is as long as what is sampled, over the last steps.
+"""Checks over the last steps that trained responses are as long as sampled ones.
 
-Invariant: a window holds at least ten times as many steps as groups may be in flight for, so that
+Invariant: a window has at least ten times as many steps as a group may be in flight for, so that
 what is sampled and not yet trained is a small part of it.
 """
 
@@ -29,10 +29,10 @@ SHORTER = 0.95
 
 
 class FairnessWindow:
-    """The response lengths that a buffer counts, from the stats after each step."""
+    """Compares the response lengths that the buffer counts, from its stats after each step."""
 
     def __init__(self, stats: BufferStats, group_size: float) -> None:
-        """`stats` are those of the attach; nothing before them is counted."""
+        """`stats` are those returned by the attach; nothing before them counts."""
         self._group_size = group_size
         self.num_steps = max(NUM_STEPS, 10 * (stats.max_staleness + 1))
         self._totals = deque([stats.lengths], maxlen=self.num_steps + 1)
@@ -42,16 +42,16 @@ class FairnessWindow:
     def metrics(
         self, stats: BufferStats, step_s: float, headers: Sequence[GroupHeader] = ()
     ) -> dict[str, float]:
-        """Those of the window that ends with `stats`, and of its last step, which took `step_s` and
-        trained the groups of `headers`; logs a warning where training is unfair. The window begins
-        anew where totals are lower, as of a buffer that has lost its memory."""
+        """Metrics of the window that ends with `stats`, and of its last step, which took `step_s`
+        and trained the groups with `headers`; logs a warning if training is unfair. The window
+        starts again when totals fall, as after a buffer has lost its memory."""
         before = self._totals[-1].sampled.num_tokens
         discarded = (length for header in headers for length in header.discarded_lengths)
         self._discarded += LengthHistogram.of(discarded).rounded()
         lengths = stats.lengths.with_discarded(self._discarded)
         if not lengths.contains(self._totals[-1]):
             self._totals.clear()
-        # Not a number where the buffer has lost count.
+        # NaN where the buffer has lost count.
         num_tokens = lengths.sampled.num_tokens - before if self._totals else math.nan
         self._totals.append(lengths)
         window = lengths.since(self._totals[0])
@@ -75,7 +75,7 @@ class FairnessWindow:
 
 
 def _cause(window: ResponseLengths, overdue: OverduePolicy) -> str:
-    """What most of the dropped tokens were dropped with, and what would keep them."""
+    """The reason for which most tokens were dropped, and what would avoid it."""
     num_tokens = {why: lengths.num_tokens for why, lengths in window.dropped.items()}
     reason = max(num_tokens, key=num_tokens.__getitem__, default=None)
     if reason is None or window.discarded.num_tokens > num_tokens[reason]:
@@ -89,11 +89,11 @@ def _cause(window: ResponseLengths, overdue: OverduePolicy) -> str:
 
 
 def is_unfair(window: ResponseLengths, group_size: float) -> bool:
-    """Whether responses are trained that are shorter than those sampled, because of drops.
+    """Whether trained responses are shorter than sampled ones because of drops.
 
-    That is, by a twentieth in the mean, and what was dropped is not of the distribution of what was
-    trained, by P_VALUE. These two samples share no response, unlike sampled and trained ones. The
-    siblings of a group are alike and count as one.
+    That is: shorter by a twentieth in the mean, and dropped lengths differ in distribution from
+    trained ones at P_VALUE. (These two samples share no response, unlike sampled and trained ones.)
+    Siblings of a group resemble each other and count as one.
     """
     trained, dropped = window.trained, window.all_dropped
     if trained.mean >= SHORTER * window.sampled.mean:

@@ -1,15 +1,15 @@
 """The learner's loop, on the first rank: take, train, publish, advance, save.
 
 Invariant: policy version v stands for v completed steps, here, in the buffer and at the generators;
-a group is acknowledged only once a checkpoint that contains it is on disk. A part of a batch is in
-no version: what interrupts the batch discards the gradient. Every step is saved before the loop
-ends, whether by `stop` or since the buffer does not answer; the buffer hears of it at the next
-attach.
-Waits for groups: unblocked by generators that put enough of them, or by `stop`. Waits for the
-buffer's answers: unblocked by them, by the client's deadline, or GOODBYE_S after `stop`. Waits for
-a disk that takes the run's files: unblocked by the next attempt that succeeds, or by `stop`. What
-is computed is a command, which every rank executes in a thread of its own, so that the weight
-channel, status and signals work meanwhile.
+a group is acknowledged only once a checkpoint that contains it is on disk. A part of a batch
+belongs to no version: if the batch is interrupted, its gradient is discarded. Every step is saved
+before the loop ends, whether `stop` ends it or a buffer that does not answer; the buffer learns of
+those steps at the next attach.
+Waits for groups, until generators have put enough of them or `stop` is called. Waits for the
+buffer's answers, until the client's deadline or GOODBYE_S after `stop`. Waits for a disk that
+cannot be written, until an attempt succeeds or `stop` is called. Computation is sent as commands,
+which every rank executes in a separate thread, so that the weight channel, status reports and
+signals keep working.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class Learner:
         self._saver = CheckpointSaver(every, session, reporter, self._save)
 
     def stop(self) -> None:
-        """Finish the step at hand if its batch is complete and its gradient there in time, save,
+        """Finish the current step if its batch is complete and its gradient is ready in time, save,
         and return."""
         self._stopping.set()
 
@@ -105,7 +105,7 @@ class Learner:
             return
         self._validations.begin()
         await self._publish()
-        # Generators sample meanwhile: a long run has many lines.
+        # In a thread, while generators sample: a long run has many lines.
         done = read_lines(self._config.run.path / METRICS_FILE)
         await asyncio.to_thread(self._signs.go_on, done)
         log.info("attached at version %d of %d", self._version, self._config.run.max_steps)
@@ -139,7 +139,8 @@ class Learner:
             await self._saver.keep_up()
 
     def _steer(self, metrics: Mapping[str, float]) -> str:
-        """How and why the bound on staleness changes after the step of these metrics; "" if not."""
+        """Adjust the bound on staleness after a step with these metrics; how and why it changed, or
+        ""."""
         if self._steering is None:
             return ""
         seconds = max(time.perf_counter() - self._logged_s, 1e-9)
@@ -152,8 +153,8 @@ class Learner:
         return change
 
     def _is_to_publish(self) -> bool:
-        """Also before `weights.publish_every` says so, where the bound on staleness is steered
-        below it: else generators would wait for a version that is not published."""
+        """Whether to publish now: every `weights.publish_every` steps, and sooner if the bound on
+        staleness was steered below that, or generators would wait for an unpublished version."""
         is_due = self._version % self._config.weights.publish_every == 0
         steering = self._steering
         return is_due or (
@@ -161,12 +162,13 @@ class Learner:
         )
 
     def _is_complete(self) -> bool:
-        """Whether all steps are made, or validations end the run before."""
+        """Whether all steps are made, or validations end the run early."""
         is_last = self._version >= self._config.run.max_steps
         return is_last or bool(self._validations.stop_reason(self._version))
 
     async def _begin(self) -> bool:
-        """Begin the records of the run; whether that was done before the learner was stopped."""
+        """Begin the run's records, retrying while the disk is full; false if stopped before
+        that."""
         while not self._stopping.is_set():
             try:
                 self._records.begin()
@@ -180,9 +182,11 @@ class Learner:
         return False
 
     async def _train(self) -> tuple[TakenBatch, dict[str, float]] | None:
-        """One step over the batch that is returned, with metrics; None if it is stopped before.
+        """Train one batch; the batch and the step's metrics, or None if stopped before the step is
+        made.
 
-        Where the batch is lent in parts, each is trained while the next one is still sampled.
+        If the buffer lends the batch in parts, each is trained while the next is still being
+        sampled.
         """
         wait_s, trained = 0.0, TakenBatch()
         while len(trained.headers) < self._config.learner.groups_per_step:
@@ -210,7 +214,7 @@ class Learner:
         return trained, {**metrics, **waits}
 
     async def _discard(self, part: TakenBatch) -> None:
-        """Discard the gradient of a part whose batch ends or begins again."""
+        """Discard the gradient of a part whose batch is given up or begins again."""
         if part:
             num_groups, step = len(part.headers), self._version + 1
             log.warning("discarded the gradient of %d groups of step %d", num_groups, step)
@@ -226,9 +230,9 @@ class Learner:
         self._published_version = version
 
     async def _while_waiting(self) -> None:
-        """Publish before `weights.publish_every` says so; settle a save that has ended.
+        """Settle a save that has ended; publish without waiting for `weights.publish_every`.
 
-        Groups that failed may have left only leases in flight that this version has to sample.
+        When groups fail, all remaining leases may need this version or a newer one.
         """
         await self._saver.settle()
         if self._published_version < self._version:
@@ -246,7 +250,7 @@ class Learner:
         is_few = len(stats.generators) <= MAX_NAMED_GENERATORS
         line = {
             **metrics,
-            # Of the save after the step before, if there was one.
+            # The save is the one after the previous step, if any.
             **self._times.take("snapshot", "save"),
             **self._validations.take(),
             **staleness_metrics(taken.headers, self._version - 1),
@@ -266,7 +270,7 @@ class Learner:
             "time_s": time.time(),
         }
         self._records.log(self._version, taken.headers, line, steered)
-        # That the run does not learn: in each report, and once in the log.
+        # Signs that the run does not learn: in every report, and once in the log.
         signs = self._signs.add(self._version, line)
         for name in signs.keys() - self._said_signs:
             log.warning("%s", signs[name])
@@ -274,13 +278,13 @@ class Learner:
         self._reporter.update(signs=tuple(signs.values()))
 
     async def _save(self, state: LearnerState) -> Future[Path]:
-        """Copy the state on every rank; the checkpoint, once it is durable."""
+        """Copy the state on every rank; the future holds the checkpoint once it is durable."""
         with self._times.phase("save"):
             written: Future[Path] = await self._lockstep.run(Save(state))
         return written
 
     async def _publish_last(self) -> None:
-        """Publish the last version for validators, however early it comes for them."""
+        """Publish the last version for validators, even if none is due yet."""
         if not self._validations.needs_last_version:
             return
         if self._published_version < self._version:
@@ -312,7 +316,7 @@ class Learner:
         self._reporter.set_activity(LearnerActivity.ENDED)
 
     def _unreachable(self, error: TransportError) -> UnreachableBufferError:
-        """With how far the learner is, all of which is saved."""
+        """The error, with the learner's step, which is saved."""
         step = f"step {self._version} of {self._config.run.max_steps}"
         if not self._stopping.is_set():
             return UnreachableBufferError(f"{error}; {step} is saved")
@@ -325,8 +329,8 @@ class Learner:
     async def _notify_of_end(self, *, has_ended: bool) -> None:
         """Tell the buffer what is durable, and whether the run has ended.
 
-        Waits for its answer; where a signal stops the learner, not for long: without the notice,
-        the next learner attaches at the checkpoint's version.
+        Waits for its answer, but only briefly once a signal has stopped the learner: without this
+        notice, the next learner still attaches at the checkpoint's version.
         """
 
         async def notify() -> bool:
@@ -340,8 +344,8 @@ class Learner:
 
 
 def _free_cores(config: RunConfig, num_ranks: int) -> float:
-    """Of this machine, beside those of the processes of the launch that compute: as many as it has
-    threads by a setting, else one. Not a number where GPUs compute."""
+    """Cores of this machine that no learner rank or generator of the run uses; each counts as many
+    as its `num_threads`, else one. NaN where GPUs compute."""
     generator, learner = config.generator, config.learner
     num_generators = generator.max_count if generator.url is None else 0
     used = num_ranks * max(1, learner.num_threads) + num_generators * max(1, generator.num_threads)
@@ -349,8 +353,8 @@ def _free_cores(config: RunConfig, num_ranks: int) -> float:
 
 
 def _rows(config: RunConfig) -> Rows:
-    """Those that the run reads now, as its launch has counted them; none unless all prompts are
-    rows."""
+    """The data rows that the run reads now, as its launch counted them; empty unless every source
+    is a set of rows."""
     known = read_rows(config.run.path)
     num_sources = sum(len(entry.data.sources) for entry in config.entries)
     return known[-1] if known and len(known[-1].sources) == num_sources else Rows(0, ())

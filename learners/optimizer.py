@@ -1,8 +1,8 @@
 """AdamW, its learning rate and its updates, as `learner.optimizer` describes them.
 
-Invariant: the rate of a step is a function of the step and of what it trains, so a resumed run
-needs no scheduler state. An update whose gradient is not finite changes nothing, and few in a row
-are skipped.
+Invariant: the learning rate depends on the step and its data alone, so a resumed run needs no
+scheduler state. An update whose gradient is not finite changes nothing; too many in a row end the
+run.
 """
 
 import logging
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 _GROWTH_INTERVAL = 2000
 LR_RATIO = "lr_ratio"
-"""Key of a parameter group: its rate as a multiple of `learner.optimizer.lr`."""
+"""Key of a parameter group: its learning rate as a multiple of `learner.optimizer.lr`."""
 
 
 def make_optimizer(
     parameters: Mapping[str, Parameter], settings: OptimizerSettings
 ) -> torch.optim.AdamW:
-    """AdamW over the named parameters; vectors (norms, biases) are not decayed.
+    """AdamW over the named parameters; vectors (norms, biases) get no weight decay.
 
     Raises:
         ConfigError: a pattern of `settings.groups` matches no parameter that is left to it.
@@ -68,8 +68,8 @@ def update(
 ) -> dict[str, float]:
     """Clip the gradient, step, clear it; metrics under `prefix`.
 
-    A gradient that is not finite changes nothing and is counted. With `is_frozen` no gradient
-    changes anything. The gradient is that of a loss which was multiplied by `loss_scale`.
+    A gradient that is not finite changes nothing and is counted; with `is_frozen` none changes
+    anything. The gradient is divided by `loss_scale`, which the loss was multiplied by.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group[LR_RATIO]
@@ -91,11 +91,11 @@ def update(
 
 
 class LossScale:
-    """What losses are multiplied by before their backward pass, so that float16 holds their
-    gradients; 1 with other dtypes.
+    """The factor of losses before the backward pass, so that float16 can hold their gradients; 1
+    for other dtypes.
 
-    As `torch.amp.GradScaler` has it, which takes no sharded gradients: it halves after an update
-    whose gradient was not finite, and doubles after 2,000 in a row whose gradient was.
+    Follows the rule of `torch.amp.GradScaler`, which takes no sharded gradients: halves after an
+    update with a gradient that is not finite, doubles after 2,000 good updates in a row.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -104,7 +104,8 @@ class LossScale:
         self._num_finite = 0
 
     def follow(self, metrics: Mapping[str, float]) -> bool:
-        """After an update, with its metrics; whether it was skipped for a scale above 1."""
+        """Adjust the scale after an update with these metrics; whether the update was skipped
+        because the scale was too high."""
         if not self.is_on:
             return False
         if was_skipped(metrics):
@@ -117,32 +118,32 @@ class LossScale:
         return False
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing where there is none."""
+        """Empty if losses are not scaled."""
         return {"loss_scale": self.value, "num_finite": self._num_finite} if self.is_on else {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Of a run that may have had another dtype."""
+        """The saved run may have had another dtype."""
         if self.is_on:
             self.value = state.get("loss_scale", self.value)
             self._num_finite = int(state.get("num_finite", 0))
 
 
 def was_skipped(metrics: Mapping[str, float]) -> bool:
-    """Whether a gradient of the policy or the critic was not finite, by the metrics of `update`."""
+    """Whether the metrics of `update` say that a gradient of policy or critic was not finite."""
     return any(metrics.get(f"{prefix}/skipped_update") for prefix in ("learner", "critic"))
 
 
 class SkippedUpdates:
-    """Counts the updates in a row that were skipped, and refuses more than the limit; the count
-    begins anew with the process."""
+    """Counts consecutive skipped updates and ends the run above the limit. Not kept across
+    restarts."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._num = 0
 
     def count(self, metrics: Mapping[str, float], policy_version: int) -> None:
-        """One more update of this version, with the metrics of `update`, of one or two networks;
-        DivergedError if more than the limit were skipped in a row."""
+        """Count an update of this version by the metrics of `update`; DivergedError above the
+        limit."""
         if not was_skipped(metrics):
             self._num = 0
             return
@@ -158,7 +159,7 @@ class SkippedUpdates:
 
 
 def learning_rate(step: int, settings: OptimizerSettings, max_steps: int) -> float:
-    """Of the step that is about to be made, counted from 0."""
+    """The learning rate of a step, counted from 0."""
     num_warmup = settings.num_warmup_steps(max_steps)
     if step < num_warmup:
         return settings.lr * (step + 1) / num_warmup
@@ -229,7 +230,8 @@ def _unmatched(
 
 
 def _near(pattern: str, parameters: Mapping[str, Parameter]) -> str:
-    """Names that were probably meant; by their parts, since a pattern seldom has whole names."""
+    """Names that were probably meant, compared part by part, since patterns seldom hold whole
+    names."""
     hint = did_you_mean(pattern, parameters)
     if hint.startswith("did you mean"):
         return hint
@@ -238,13 +240,13 @@ def _near(pattern: str, parameters: Mapping[str, Parameter]) -> str:
 
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Its state is beside its parameters during a step, and in the host's memory otherwise."""
+    """Keep the optimizer's state in host memory, except during a step."""
     optimizer.register_step_pre_hook(lambda *_: move_state(optimizer, to_host=False))
     optimizer.register_step_post_hook(lambda *_: move_state(optimizer, to_host=True))
 
 
 def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
-    """The moments; the count of steps is one number and stays where the optimizer put it."""
+    """Move the moments; the step count is one number and stays where the optimizer put it."""
     for parameter, state in optimizer.state.items():
         device = torch.device("cpu") if to_host else parameter.device
         moments = {n: t for n, t in state.items() if isinstance(t, torch.Tensor) and t.ndim}
@@ -252,8 +254,8 @@ def move_state(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
 
 
 def by_mesh(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-    """Those of one mesh together, in their order: tensor parallelism leaves several meshes, and
-    torch's operations on lists of tensors, as AdamW and the norm have them, take one at a time."""
+    """Group tensors by mesh, keeping their order. Tensor parallelism leaves several meshes, and
+    torch's list operations, which AdamW and the norm use, take one mesh at a time."""
     ordered = list(parameters)
     meshes = dict.fromkeys(_mesh(p) for p in ordered)
     return [[p for p in ordered if _mesh(p) == mesh] for mesh in meshes]
@@ -261,8 +263,8 @@ def by_mesh(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> float:
-    """Scale the gradients so that their norm is at most `max_norm`; the norm before, of the whole
-    gradient. All ranks call it together and get the same."""
+    """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before.
+    All ranks call it together and get the same result."""
     parts = by_mesh(p for p in parameters if p.grad is not None)
     norms = [full(get_total_norm([p.grad for p in part if p.grad is not None])) for part in parts]
     total = norms[0] if len(norms) == 1 else torch.stack(norms or [torch.zeros(())]).norm()

@@ -1,7 +1,7 @@
-"""Samples of what each step has trained on, for people to read: `samples.jsonl` and tables.
+"""Samples of what each step trained on, for people to read: `samples.jsonl` and tables.
 
-Invariant: neither a step nor a checkpoint waits for it: texts are decoded and written in a thread
-of its own, and where that is behind, or the disk is full, a step has no samples.
+Invariant: neither a step nor a checkpoint waits for it. A separate thread decodes and writes texts;
+if it falls behind, or the disk is full, a step has no samples.
 """
 
 import logging
@@ -26,7 +26,7 @@ LogTable: TypeAlias = Callable[[Sequence[Mapping[str, Any]], int], None]
 
 
 class StepSamples(Struct, frozen=True):
-    """Groups that the step after `policy_version` has trained; `weights` [response tokens] by
+    """Groups trained by the step after `policy_version`; importance `weights` [response tokens] by
     (group, trajectory)."""
 
     policy_version: int
@@ -35,7 +35,8 @@ class StepSamples(Struct, frozen=True):
 
 
 class SampleWriter:
-    """Of one learner that continues from a version; `log_table` shows samples elsewhere."""
+    """Writes the samples of one learner that continues from a version; `log_table` shows them
+    elsewhere."""
 
     def __init__(self, config: RunConfig, policy_version: int, log_table: LogTable) -> None:
         self._settings = config.tracking.samples
@@ -49,7 +50,7 @@ class SampleWriter:
         self._waiting: tuple[Future[None], ...] = ()
 
     def add(self, step: StepSamples) -> None:
-        """Called in the compute thread; does not wait."""
+        """Hand samples over. Called in the compute thread; does not wait."""
         self._waiting = tuple(future for future in self._waiting if not future.done())
         if self._settings.num_groups and len(self._waiting) < MOST_WAITING:
             self._waiting = (*self._waiting, self._thread.submit(self._write, step))
@@ -69,14 +70,14 @@ class SampleWriter:
             samples = self._samples(step, self._decoder)
             self._file.append(samples)
         except Exception as error:
-            # The tokenizer may be code of the model's own, and nobody reads what the future raises.
+            # The tokenizer may be the model's own code, and nobody reads the future's error.
             log.warning("step %d has no samples: %s: %s", number, type(error).__name__, error)
             return
         if number % self._settings.table_every == 0:
             self._log_table([to_builtins(sample) for sample in samples], number)
 
     def _samples(self, step: StepSamples, decoder: Decoder) -> list[Sample]:
-        """Of groups drawn by the step's number."""
+        """Samples of groups that the step number selects at random."""
         num_groups = min(self._settings.num_groups, len(step.groups))
         numbers = random.Random(step.policy_version).sample(range(len(step.groups)), num_groups)
         return [
@@ -98,7 +99,7 @@ class SampleWriter:
 
 
 def _staleness(trajectory: Trajectory, policy_version: int) -> int:
-    """Versions between its furthest sampled token, older or newer, and the one that trains it."""
+    """Versions between the furthest sampled token, older or newer, and the training step."""
     oldest, newest = trajectory.oldest_version, trajectory.newest_version
     assert oldest is not None, "one without a sampled token is no sample"
     assert newest is not None, "one without a sampled token is no sample"

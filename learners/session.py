@@ -1,11 +1,11 @@
 """The learner's session with the buffer: attaching, the taken batch, advancing, and the books.
 
-The session holds the version and the books of the last step: a checkpoint stores them, and a buffer
-that lost its memory is restored from them. A learner that another one replaced gets FencedError.
+The session holds the version and the books of the last step. A checkpoint stores them, and a buffer
+that lost its memory is restored from them. A learner that was replaced by another gets FencedError.
 
-Invariant: a request that such a buffer refuses is repeated once the session has attached again.
-Groups that were taken and not trained return to the buffer when a learner attaches, so attaching
-ends the taken batch at hand.
+Invariant: a request that a buffer refuses because it lost its memory is repeated once the session
+has attached again. Attaching returns taken groups that were not trained to the buffer, so it ends
+the current batch.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 10.0
 GOODBYE_S = 3.0
-"""For each answer of the buffer once the learner is to end."""
+"""How long each answer of the buffer is waited for once the learner is stopping."""
 
 Result = TypeVar("Result")
 Fetch: TypeAlias = Callable[[Sequence[GroupHeader]], Awaitable[tuple[TrajectoryGroup, ...]]]
@@ -42,18 +42,18 @@ Fetch: TypeAlias = Callable[[Sequence[GroupHeader]], Awaitable[tuple[TrajectoryG
 
 @dataclass(frozen=True)
 class LearnerState:
-    """What a learner continues from, besides its trainer's state; by default a new run."""
+    """What a learner continues from, besides its trainer's state; the default is a new run."""
 
     policy_version: int = 0
     books: Books = field(default_factory=Books)
 
 
 class LearnerSession:
-    """One learner's side of the buffer, from the state it starts with.
+    """One learner's side of the buffer, starting from `state`.
 
-    With several ranks `fetch` fetches the groups of these headers, each rank its share, and
-    returns that of the first one; a single rank gets the payloads with the batch that it takes.
-    `learner_id` is the one that the weight sender has.
+    With several ranks, `fetch` makes every rank fetch its share of the groups with these headers
+    and returns the first rank's; a single rank gets the payloads with the batch it takes.
+    `learner_id` is that of the weight sender.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class LearnerSession:
         self._reporter = reporter
         self._state = state
         self.stopping = asyncio.Event()
-        """Set once the learner is to end: from then on no answer is waited for longer than
+        """Set once the learner is stopping: from then on no answer is waited for longer than
         GOODBYE_S."""
         self._incarnation = ""
         self._held: tuple[GroupHeader, ...] = ()
         self.new_headers: tuple[GroupHeader, ...] = ()
-        """The groups that the last taken batch has brought."""
+        """The groups that the last `take` added to the batch."""
 
     @property
     def state(self) -> LearnerState:
-        """At the end of the last step that the buffer was notified of."""
+        """The state after the last step that the buffer was notified of."""
         return self._state
 
     async def attach(self) -> BufferStats:
-        """Become the buffer's learner, at the version of the session; the buffer's stats then.
+        """Become the buffer's learner, at the session's version; returns the buffer's stats.
 
         Raises:
             ConfigError: the buffer was started with other settings.
@@ -104,11 +104,12 @@ class LearnerSession:
     async def take(self, on_wait: Callable[[], Awaitable[None]]) -> TakenBatch | None:
         """Take the next batch, with its trajectories; None once `stopping` is set.
 
-        Waits until generators have put enough groups, and calls `on_wait` every TAKE_WAIT_S. Under
-        an algorithm that accepts parts, what is taken may be a part of the batch; the next call
-        waits for more groups then and returns all headers, and the trajectories of the new groups.
-        It returns those of all groups where the buffer has lent other ones instead: the batch
-        begins again. With several ranks the trajectories are those of the first one's share.
+        Waits until generators have put enough groups, and calls `on_wait` every TAKE_WAIT_S. If the
+        algorithm accepts parts, the result may be part of the batch: the next call then waits for
+        more groups, and returns all headers but only the trajectories of the new groups. If the
+        buffer has lent other groups instead, the batch begins again, and the call returns the
+        trajectories of all its groups. With several ranks the trajectories are the first rank's
+        share.
         """
         num_groups, version = self._config.learner.groups_per_step, self._state.policy_version
 
@@ -142,17 +143,17 @@ class LearnerSession:
         return None
 
     def _continues(self, taken: TakenBatch) -> bool:
-        """Whether the taken batch has groups, the first of them those that are held."""
+        """Whether the taken batch has groups and begins with those already held."""
         return bool(taken.headers) and taken.headers[: len(self._held)] == self._held
 
     async def advance(
         self, policy_version: int, taken: TakenBatch, steered_bound: int = 0
     ) -> BufferStats:
-        """Notify the buffer that the step to this version trained the taken batch, and of the bound
-        on staleness from here on, if the run steers it; the buffer's stats then."""
+        """Notify the buffer that the step to this version trained the taken batch, and of the new
+        bound on staleness if the run steers it; returns the buffer's stats."""
         self._held = ()
         trained = [header.prompt_index for header in taken.headers]
-        # The books for a buffer that lost its memory before it recorded this step.
+        # For a buffer that loses its memory before it has recorded this step.
         books = books_with(self._state.books, trained)
         books = replace(books, steered_bound=steered_bound)
         self._state = LearnerState(policy_version, books)
@@ -196,7 +197,7 @@ class LearnerSession:
 
 
 def books_with(books: Books, prompt_indices: Iterable[int]) -> Books:
-    """The books after a step over these prompts that the buffer has not recorded.
+    """The books after a step on these prompts, which the buffer has not recorded yet.
 
     Each prompt counts as granted once more: its lease is lost with the buffer's memory.
     """
@@ -230,8 +231,8 @@ def _require_same_settings(stats: BufferStats, config: RunConfig) -> None:
 
 
 async def unless_late(event: asyncio.Event, answer: Awaitable[Result]) -> Result:
-    """The buffer's answer; TransportError if it has not come GOODBYE_S after the event was set, or
-    after this call."""
+    """The buffer's answer; TransportError if none has come GOODBYE_S after the event is set (or
+    after this call, if it was set before)."""
     call = asyncio.ensure_future(answer)
     try:
         if not await ends_in_time(call, event, GOODBYE_S):
@@ -253,8 +254,8 @@ async def unless_set(event: asyncio.Event, coroutine: Coroutine[Any, Any, Result
 async def ends_in_time(
     call: asyncio.Future[Any], event: asyncio.Event, grace_s: float = 0.0
 ) -> bool:
-    """Whether the call ends before the event is set, or no later than `grace_s` after that; it is
-    not cancelled."""
+    """Whether the call ends before the event is set or within `grace_s` after that. The call is not
+    cancelled."""
     is_set = asyncio.create_task(event.wait())
     try:
         await asyncio.wait({call, is_set}, return_when=asyncio.FIRST_COMPLETED)

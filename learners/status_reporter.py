@@ -1,11 +1,11 @@
-"""Reports the learner's activity: each second to a file, and to the log when it stalls.
+"""Reports the learner's activity: every second to a file, and to the log when it stalls.
 
 The file is `learner.json` of the run's folder, which `streamrl status` reads. The log explains an
 activity that has lasted `run.stall_s`, explains it again each time its duration has doubled, and
-says when it ends. A task of its own, so that it reports while a long step or a wait lasts.
+says when it ends. It runs as a separate task, so it reports during long steps and waits.
 
 Invariant: a report never delays the learner; a buffer that does not answer is a finding.
-Waits REPORT_S between two reports, and for the buffer's stats, which `try_stats` bounds.
+Waits REPORT_S between reports, and for the buffer's stats, as long as `try_stats` allows.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ REPORT_S = 1.0
 
 
 class StatusReporter:
-    """Of one learner, which updates the status; the daemon runs `run`."""
+    """Reports one learner's status, which the learner updates; the daemon runs `run`."""
 
     def __init__(self, config: RunConfig, buffer: TrajectoryBuffer, sender: WeightSender) -> None:
         self._file = config.run.path / LEARNER_FILE
@@ -65,7 +65,7 @@ class StatusReporter:
 
     @property
     def num_stalls(self) -> int:
-        """Activities that lasted `run.stall_s` or longer."""
+        """The number of activities that lasted `run.stall_s` or longer."""
         return self._status.num_stalls
 
     @property
@@ -73,7 +73,7 @@ class StatusReporter:
         return time.monotonic() - self._start_s
 
     def set_activity(self, activity: LearnerActivity, **fields: Any) -> None:
-        """Update the activity and other fields; its duration is counted from the first call."""
+        """Update the activity and other fields; repeated calls do not restart its duration."""
         if activity is not self._status.activity:
             if self._report_stall_after_s > self._stall_s:
                 log.info("the learner goes on after %.0f s", self._activity_s)
@@ -85,12 +85,12 @@ class StatusReporter:
         self._status = replace(self._status, **fields)
 
     def on_stats(self, stats: BufferStats) -> None:
-        """Update what was dropped, and why."""
+        """Update the counts of dropped groups, by reason."""
         self._update_failures(stats)
         self.update(dropped=stats.books.dropped)
 
     async def run(self) -> None:
-        """Report until cancelled, and once more then."""
+        """Report until cancelled, and then once more."""
         try:
             while True:
                 await asyncio.sleep(REPORT_S)
@@ -103,8 +103,8 @@ class StatusReporter:
             self._write()
 
     async def _explain(self, *, is_waiting: bool, is_stalled: bool) -> None:
-        """What the learner waits for, and in the log why it stalls, if it still does when the
-        buffer has answered."""
+        """Report what the learner waits for; log why it stalls, if it still does once the buffer
+        has answered."""
         start_s = self._start_s
         stats, unreachable = await try_stats(self._buffer)
         if stats is not None:
@@ -128,8 +128,7 @@ class StatusReporter:
             log.warning("stalled for %.0f s: %s", reading.waited_s, causes or "no cause is known")
 
     def _update_failures(self, stats: BufferStats) -> None:
-        """The sentence stays where groups failed and no generator knows of it: it restarted or has
-        left."""
+        """Keep the sentence if groups failed but the generator that knew why restarted or left."""
         has_failed = DropReason.FAILED in stats.books.dropped
         is_known = not has_failed or any(g.last_failure is not None for g in stats.generators)
         if is_known or not self._status.failures:
@@ -149,7 +148,7 @@ class StatusReporter:
         )
 
     def _no_validator_s(self) -> float | None:
-        """A validator begins after the first step; one that no setting asks for may be away."""
+        """A validator starts after the first step; if no setting asks for one, it may be absent."""
         if not self._is_validated:
             return None
         now_s = time.monotonic()
@@ -162,7 +161,7 @@ class StatusReporter:
         return now_s - self._validator_seen_s
 
     def _write(self) -> None:
-        """Replace the file as a whole; the learner does not depend on it."""
+        """Replace the whole file; the learner does not depend on it."""
         unfinished = self._file.with_name(f".{self._file.name}.unfinished")
         status = self._current()
         self.on_report(status)
@@ -172,7 +171,7 @@ class StatusReporter:
                 unfinished.write_bytes(content)
                 unfinished.replace(self._file)
             except OSError:
-                # A full disk takes this, where it takes no new file.
+                # A full disk allows this, but no new file.
                 with self._file.open("r+b", buffering=0) as file:
                     file.write(content)
                     file.truncate()

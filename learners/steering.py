@@ -1,4 +1,4 @@
-"""The bound on staleness of a run that steers it, from the effective sample size of its steps.
+"""Steers the bound on staleness by the effective sample size of the last steps.
 
     1 - ESS of the last steps   learner waits for groups   the bound
     above 1 - ess               whether or not             lower, by what it is above
@@ -13,8 +13,8 @@ below its limit quadratically: between the two lies a band in which it rests, an
 a fall. It rises by one and falls by all that it is too high (additive increase, multiplicative
 decrease): a bound that is too low costs time, one that is too high costs what was learned.
 
-Groups of the bound before are trained for about as many steps as it was; those steps count for
-nothing. A learner that goes on after a stop begins with the bound that it had, and without steps.
+After a change, groups leased under the previous bound are trained for about that many more steps;
+those steps are ignored. A learner that resumes begins with its last bound, and without steps.
 """
 
 import math
@@ -25,11 +25,11 @@ from streamrl.config.buffer import MaxStaleness, SteeredStaleness
 
 EFF_SAMPLE_SIZE = "mismatch/rollout_is_eff_sample_size"
 NUM_STEPS = 8
-"""Over which the means are taken."""
+"""Steps over which the means are taken."""
 NUM_ERRORS = 2
-"""Standard errors by which a mean must be on one side of its limit, so that noise is on none."""
+"""How many standard errors a mean must be beyond its limit, so that noise changes nothing."""
 MIN_WAIT_FRAC = 0.05
-"""Of the learner's time; one that waits less gains nothing by a higher bound."""
+"""Share of its time; a learner that waits less gains nothing from a higher bound."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class Steering:
     bound: int
     num_ignored: int = 0
     window: tuple[tuple[float, float], ...] = ()
-    """(effective sample size, share of the time that the learner waited) of each step."""
+    """(effective sample size, share of time that the learner waited) of each step."""
 
     @classmethod
     def start(cls, max_staleness: MaxStaleness, bound: int) -> "Steering | None":
-        """From the bound that the buffer has; None for a run with a fixed one."""
+        """Start from the buffer's bound; None for a run with a fixed bound."""
         if not isinstance(max_staleness, SteeredStaleness):
             return None
         return cls(max_staleness, bound, bound + 1)
 
     def after(self, ess: float, wait_frac: float) -> "tuple[Steering, str]":
-        """After a step with this effective sample size, in (0, 1], of whose time the learner waited
-        this share for groups; and how the bound has changed and why, "" if it has not."""
+        """The state after a step with this effective sample size, in (0, 1], and this share of time
+        waited for groups; and how and why the bound changed, or ""."""
         if self.num_ignored or not math.isfinite(ess):
             return replace(self, num_ignored=max(0, self.num_ignored - 1)), ""
         window = (*self.window, (ess, wait_frac))[-NUM_STEPS:]
@@ -73,8 +73,7 @@ class Steering:
         return Steering(self.limits, bound, self.bound + 1), change
 
     def _next(self, lost: float, error: float, waited: float) -> int:
-        """The bound after steps that lost this share of their sample size, by `error` at most more
-        or less."""
+        """The bound after steps that lost this share of their sample size, give or take `error`."""
         updates, allowed = self.bound + 1, 1 - self.limits.ess
         if lost - error > allowed:
             lowered = min(self.bound, int(updates * allowed / lost)) - 1

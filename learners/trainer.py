@@ -1,12 +1,12 @@
 """The step of one batch: targets, then gradient and update for each of its mini-batches.
 
-Invariant: an update is that of its whole mini-batch however it was cut into micro-batches and
-divided among ranks, which call all of this together, and the only update of a batch also however
-the batch was cut into parts, where the algorithm accepts parts. Runs in one thread, apart from all
-input and output.
+Invariant: an update is the same however its mini-batch was cut into micro-batches and divided among
+ranks, which make these calls together. The same holds for a batch that came in parts, if the
+algorithm accepts parts and the batch has one update. Runs in one thread, which does no input or
+output.
 
-Targets (advantages, proximal log-probabilities, values) are of the batch and stay as they are while
-its updates move the policy.
+Targets (advantages, proximal log-probabilities, values) are computed once for the batch and stay
+fixed while its updates move the policy.
 """
 
 import logging
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """The policy, its optimizer, and the state that a step hands to the next one."""
+    """Trains the policy; holds its optimizer and the state that one step hands to the next."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Trainer:
         self.policy = policy
         self.critic = critic
         for other in (reference, critic):
-            # Another model than the policy's has been compared by itself.
+            # A critic with its own model chose for itself whether to run packed.
             if other is not None and not (other is critic and config.algorithm.value.model_path):
                 other.network.run_packed(policy.network.is_packed)
         self.credit = CreditAssigner(config.algorithm)
@@ -99,11 +99,11 @@ class Trainer:
         return self.update()
 
     def accumulate(self, part: TrainingBatch) -> None:
-        """Add the gradient of a whole batch, or of groups of it that are not added yet. Of a batch
-        with several updates it is the gradient of the first.
+        """Add the gradient of a batch, or of the next part of it. If the batch has several updates,
+        it is the gradient of the first one.
 
         Raises:
-            ValueError: the second part of a batch that is taken as a whole.
+            ValueError: a second part, under an algorithm that takes batches whole.
         """
         start = time.perf_counter()
         algorithm, num_updates = self._config.algorithm, self._config.learner.num_updates
@@ -145,7 +145,7 @@ class Trainer:
         return {**of_batch(parts), **of_updates(updates), **work, **profile}
 
     def state_dict(self) -> dict[str, float]:
-        """What the steps that are made have measured; not what a batch without its update has."""
+        """What completed steps have measured, without a batch that has not been updated on."""
         return {**self._measured, **self._scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -154,8 +154,8 @@ class Trainer:
         self._scale.load_state_dict(state)
 
     def take_weights(self) -> Mapping[int, NDArray[np.float32]]:
-        """[response tokens] of the trajectories of the last batch's first part that this rank has
-        trained."""
+        """Importance weights [response tokens] by trajectory, of this rank's share of the last
+        batch's first part."""
         return self._gradient.seen_weights.take()
 
     def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
@@ -167,7 +167,7 @@ class Trainer:
             return self.policy.network.cut(batch, self._max_tokens, chosen)
 
     def _warn_of_long(self, batch: TrainingBatch) -> None:
-        """Of the longest trajectory, if it is above the limit and none before it was as long."""
+        """Warn of the longest trajectory if it is over the limit and longer than any before."""
         longest = max(range(len(batch)), key=batch.lengths.__getitem__)
         if batch.lengths[longest] > max(self._max_tokens, self._longest):
             self._longest = batch.lengths[longest]
@@ -221,7 +221,7 @@ class Trainer:
         settings = self._config.learner.optimizer
         rate, critic = 1.0, {}
         if self._config.algorithm.rollout_is.scale_lr:
-            # Of the sequences of the update, or of the batch where weights are the batch's.
+            # By the update's own weights, or the batch's where weights are computed for the batch.
             rate = rate_scale({**self._parts[0].means, **self._corrected, **losses})
         with self._profile.phase("update"):
             if self.critic is not None:

@@ -1,4 +1,4 @@
-"""What validators report to the learner: recorded once for each version, and the early stop by it.
+"""What validators report to the learner: recorded once per version, and used for the early stop.
 
 The weight sender calls `on_report` with each report, again with each Hello.
 Invariant: a step waits for no validation.
@@ -26,7 +26,7 @@ POLL_S = 0.5
 
 
 class Validations:
-    """Of one learner; `records` keep the reports."""
+    """The validations of one learner's versions; `records` keep the reports."""
 
     def __init__(
         self, config: RunConfig, sender: WeightSender, records: RunRecords, reporter: StatusReporter
@@ -42,11 +42,11 @@ class Validations:
         self._changed = asyncio.Event()
 
     def begin(self) -> None:
-        """Take reports from now on: the records of the run have begun."""
+        """Accept reports from now on: the run's records have begun."""
         self._sender.handle_reports(self.on_report)
 
     def on_report(self, report: ValidationReport) -> None:
-        """Record it, unless its version has been validated before."""
+        """Record a report, unless its version was validated before."""
         version, recorded = report.policy_version, self._records.validated
         if version in recorded:
             return
@@ -62,14 +62,14 @@ class Validations:
 
     @property
     def needs_last_version(self) -> bool:
-        """Whether the last version of the run is validated: where no setting asks for a validator,
-        only if there has been one."""
+        """Whether the run's last version gets validated: if no setting asks for a validator, only
+        if there has been one."""
         self._look()
         is_there = self._settings.every is not None or self._seen_s is not None
         return self._is_validated and self._settings.at_end and is_there
 
     def take(self) -> Mapping[str, float]:
-        """What was reported since the last call, for the line of a step."""
+        """Metrics reported since the last call, for the line of a step."""
         self._look()
         new, self._new = self._new, {}
         return new
@@ -99,8 +99,8 @@ class Validations:
     async def finish(self, policy_version: int, stopping: asyncio.Event) -> None:
         """Have the last version of the run validated.
 
-        Waits for the report, `validation.end_wait_s` at most, and for a validator to appear until
-        there has been none for ABSENT_S; unblocked by `stopping`, too.
+        Waits for the report, at most `validation.end_wait_s`, and gives up if no validator has been
+        there for ABSENT_S, or once `stopping` is set.
         """
         if not self.needs_last_version:
             return
@@ -120,8 +120,8 @@ class Validations:
 
 
 def num_missed(validated: set[int], every: int) -> int:
-    """Versions due since the first validation that got none: of each interval of `every` versions
-    one is due, the first that reaches a validator.
+    """How many due versions got no validation since the first one: in each interval of `every`
+    versions one is due, the first that reaches a validator.
 
     >>> num_missed({0, 10, 31}, 10)
     1

@@ -1,14 +1,14 @@
 """A micro-batch: the trajectories of one forward pass, as one packed row of tokens.
 
-They stand one after the other, without padding.
+Trajectories follow one another without padding.
 
-`SharedPrompts`: prompts that several trajectories of a micro-batch begin with are computed once.
-Where attention alone connects tokens, a token's states depend on the tokens up to it and on nothing
-else, so trajectories that begin alike have the same ones there. What follows the last token that
-predicts one is left out, too.
+`SharedPrompts`: a prompt that several trajectories of a micro-batch begin with is computed once. If
+only attention connects tokens, a token's states depend on the tokens up to it and nothing else, so
+trajectories that begin alike have the same states there. Tokens after the last one that predicts a
+response token are left out, too.
 
 Invariant: log-probabilities and gradients are those of the micro-batch without sharing, up to the
-order of sums. A trajectory that is not finite may make those that begin like it so, too.
+order of sums. A trajectory with non-finite numbers may pass them to those that begin like it.
 Shapes: N tokens of the micro-batch (prompts included), n of them computed, S trajectories, B of
 them in a bucket, L the longest of a bucket, R response tokens, M candidates of these, O tokens that
 were observed between them.
@@ -31,11 +31,11 @@ from streamrl.types import Media, RoutedExperts
 
 def rows(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """[*I, ...] from [N, ...] for indices [*I], which are on the tensor's device. The gradient of a
-    row is summed in one order, whatever runs beside it."""
+    row is always summed in the same order."""
     if tensor.is_cuda:
-        # There the gradient of `index_select` adds as threads come.
+        # There the gradient of `index_select` is summed in the order in which threads arrive.
         return tensor[indices]
-    # Several times as fast as indexing, which on a CPU takes each number on its own.
+    # Several times as fast as indexing, which on a CPU copies number by number.
     chosen = tensor.flatten(1).index_select(0, indices.flatten())
     return chosen.view(*indices.shape, *tensor.shape[1:])
 
@@ -49,19 +49,21 @@ one."""
 
 
 def offsets_within(lengths: torch.Tensor) -> torch.Tensor:
-    """[S] -> [sum of the lengths]: 0, 1, ... of each stretch of so many, one after the other."""
+    """[S] -> [sum of the lengths]: 0, 1, ... within each stretch of the given lengths."""
     starts = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where trajectories end: consecutive stretches of so many of the N tokens, or of `places`."""
+    """Where trajectories end: the lengths of consecutive stretches of the N tokens, or of
+    `places`."""
 
     lengths: tuple[int, ...]
     device: torch.device
     places: torch.Tensor | None = None
-    """[sum of the lengths] on the CPU, which of the N tokens is there; each token is somewhere."""
+    """[sum of the lengths] on the CPU, which of the N tokens stands there; each stands
+    somewhere."""
 
     @property
     def num_tokens(self) -> int:
@@ -92,7 +94,7 @@ class Packing:
 
     @cached_property
     def first(self) -> torch.Tensor:
-        """[N] where each token first is in `places`."""
+        """[N] the first index of each token in `places`."""
         return self._first_of(self.repeated)
 
     @cached_property
@@ -104,12 +106,12 @@ class Packing:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """Trajectories of lengths within a factor of two; the shortest are together."""
+        """Trajectories grouped by length, within a factor of two, shortest first."""
         return self._rows(lambda n: (max(n, NARROWEST) - 1).bit_length(), NARROWEST)
 
     @cached_property
     def unpadded_buckets(self) -> Buckets:
-        """Trajectories of equal lengths."""
+        """Trajectories grouped by equal length."""
         return self._rows(lambda n: n)
 
     @cached_property
@@ -118,7 +120,7 @@ class Packing:
         return self._first_of(torch.cat([indices.flatten() for indices, _ in self.buckets]))
 
     def _rows(self, key: Callable[[int], int], width: int = 0) -> Buckets:
-        """Of trajectories with equal keys of their lengths, of `width` columns at least."""
+        """Trajectories whose lengths have equal keys; at least `width` columns."""
         starts = tuple(accumulate(self.lengths, initial=0))
         members: dict[int, list[int]] = {}
         for i, length in enumerate(self.lengths):
@@ -144,19 +146,19 @@ class Packing:
 
 
 MOST = 0.9
-"""Share of the tokens from which on leaving out the others is not worth it."""
+"""Share of tokens left above which sharing prompts is not worth it."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts:
-    """What is computed of a micro-batch in which trajectories begin alike."""
+    """The tokens to compute of a micro-batch whose trajectories begin alike."""
 
     tokens: torch.Tensor
     """[n] which of the N tokens."""
     predictors: torch.Tensor
-    """[R] positions in n whose hidden states predict the response tokens."""
+    """[R] positions among the n whose hidden states predict the response tokens."""
     packing: Packing
-    """Of the trajectories without what follows their last predictor."""
+    """Of the trajectories, cut after their last predictor."""
 
     @classmethod
     def of(
@@ -170,18 +172,17 @@ class SharedPrompts:
         *,
         most: float = MOST,
     ) -> "SharedPrompts | None":
-        """None if more than `most` of the tokens would be left.
+        """None if more than the share `most` of the tokens would be left.
 
         Args:
-            lengths: [S] tokens of each trajectory, `token_ids` [N] being those of all.
-            prompts: [S] tokens of its beginning, which others may have, too.
-            predictors: [R] positions in N, rising.
-            routed_experts: [N] what else must be alike.
+            lengths: [S] tokens of each trajectory, `token_ids` [N] being those of all. prompts: [S]
+            tokens of its prompt, which others may share. predictors: [R] positions in N, rising.
+            routed_experts: [N] these must be equal, too.
         """
         sizes = np.array(lengths, np.int64)
         ends = sizes.cumsum()
         starts = ends - sizes
-        # Of a trajectory without any, the one before its first token, if there is one.
+        # For a trajectory without any, the token before its first, if there is one.
         last = np.append(predictors, -1)[np.searchsorted(predictors, ends) - 1]
         needed = np.maximum(last + 1 - starts, 1)
         common = np.minimum(prompts, needed)
@@ -193,7 +194,7 @@ class SharedPrompts:
         is_own = (leaders[row] == row) | (offset >= common[row])
         if is_own.sum() > most * len(row):
             return None
-        # A row's own tokens have places one after the other; its prompt has those of its leader.
+        # A row's own tokens have consecutive places; its prompt has its leader's.
         own = is_own.cumsum() - 1
         first = own[needed.cumsum() - needed]
         places = np.where(is_own, own, first[leaders[row]] + offset)
@@ -223,20 +224,20 @@ def leaders_of(beginnings: Iterable[bytes]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """What the policy read between its turns: tokens that it did not sample, behind its first of a
-    trajectory and before its last."""
+    """What the policy read between its turns: unsampled tokens between the first and last sampled
+    one."""
 
     predictors: torch.Tensor
     """[O] positions in N of the tokens before them, rising."""
     targets: torch.Tensor
     """[O] int64"""
     sequences: Sequences
-    """Of each trajectory."""
+    """The observed tokens of each trajectory."""
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One forward pass: N tokens of some of the step's trajectories."""
+    """One forward pass: N tokens, of some of the batch's trajectories."""
 
     token_ids: torch.Tensor
     """[1, N] int64"""
@@ -246,34 +247,36 @@ class MicroBatch:
     targets: torch.Tensor
     """[R] int64, the response tokens."""
     members: torch.Tensor
-    """[S] which of the step's trajectories these are."""
+    """[S] indices of these trajectories in the batch."""
     responses: torch.Tensor
-    """[R] which of the step's response tokens these are."""
+    """[R] indices of these response tokens in the batch."""
     sequences: Sequences
     prompt_indices: tuple[int, ...]
     """[S] places in the prompt stream."""
     media: tuple[tuple[Media, ...], ...]
-    """Of each stretch of `packing`, in the order of their places."""
+    """The media of each stretch of `packing`, in the order of their places."""
     sampling_mask: Candidates | None = None
-    """What each response token was sampled among; no candidate for the whole vocabulary."""
+    """The candidates each response token was sampled among; none means the whole vocabulary."""
     top_candidates: Candidates | None = None
-    """The likeliest others beside each response token, as the behavior policy saw them."""
+    """The likeliest alternatives to each response token under the behavior policy."""
     routed_experts: RoutedExperts | None = None
-    """[N] those that the engine took; None if it recorded none."""
+    """[N] the experts that the engine used; None if it recorded none."""
 
     shared_prompts: SharedPrompts | None = None
-    """What is left to compute where trajectories begin alike; None if that is about everything."""
+    """What to compute if trajectories begin alike; None if nearly everything."""
     cut_again: "Callable[[Sequence[int]], MicroBatch] | None" = None
-    """(some of `members`) -> the micro-batch of these alone; None for one of no batch."""
+    """(some of `members`) -> the micro-batch of these alone; None if it was made without a
+    batch."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no trajectory: it accompanies a micro-batch of another rank."""
+        """Whether it has no trajectory, and only accompanies another rank's micro-batch."""
         return not len(self.members)
 
     @cached_property
     def observed(self) -> Observed:
-        """Of trajectories without media, since a place of an image is no token to predict."""
+        """Only of trajectories without media, since an image placeholder is not a token to
+        predict."""
         is_response = torch.zeros_like(self.token_ids[0], dtype=torch.bool)
         is_response[self.predictors + 1] = True
         owners = self.packing.trajectory_indices.long()
@@ -291,7 +294,7 @@ class MicroBatch:
         )
 
     def select(self, is_kept: torch.Tensor) -> "MicroBatch":
-        """The trajectories for which [S] bool, on the CPU, is true; itself if that is each."""
+        """The trajectories for which [S] bool, on the CPU, is true; itself if all are."""
         if is_kept.all():
             return self
         assert self.cut_again is not None, "it was cut from a batch"

@@ -4,17 +4,17 @@ Invariant: each trajectory is in exactly one micro-batch, no micro-batch of seve
 exceeds the limit, and every rank gets the same number of them (with fewer, a rank would leave the
 others' collectives waiting).
 
-A trajectory that is longer than the limit has a micro-batch of its own. It is not left out, since
-what is trained would then have other lengths than what was sampled.
+A trajectory longer than the limit gets a micro-batch of its own. Leaving it out would bias the
+trained lengths against the sampled ones.
 
-Longest first into the bin with most room. Karmarkar-Karp, which verl and ROLL use, balances without
-knowing the limit, and exceeds it where the bins are nearly full; this keeps the limit, comes close
-in balance, and takes a heap's time.
+`pack` puts the longest first into the bin with most room. Karmarkar-Karp, which verl and ROLL use,
+balances without knowing the limit, and exceeds it when bins are nearly full; longest-first keeps
+the limit, balances nearly as well, and needs only a heap.
 
-`beside_each_other`: balanced micro-batches have the siblings of a group spread over all of them.
-Here they are laid side by side, since in one micro-batch they compute their prompt once, and the
-row is cut into as many parts. The cut is taken only where the fullest micro-batch has fewer tokens
-left than that of the balanced ones, so a rank that others wait for never gets slower.
+`beside_each_other`: balancing spreads a group's siblings over all micro-batches. Here they are laid
+side by side, since in one micro-batch their prompt is computed once, and this row is cut into the
+same number of parts. The cut is used only if its fullest micro-batch has fewer tokens to compute
+than the fullest balanced one, so a rank that others wait for never gets slower.
 Shapes: S trajectories of the batch.
 """
 
@@ -35,15 +35,15 @@ Integers: TypeAlias = NDArray[np.int64]
 
 
 def pack(lengths: Integers, owners: Integers, rank: int, max_tokens: int) -> list[list[int]]:
-    """Indices into `lengths`, as [micro-batch][trajectory], of those that this rank owns.
+    """Indices into `lengths`, as [micro-batch][trajectory], of this rank's trajectories.
 
-    Uses as few micro-batches as longest-first needs on every rank, and balances their tokens. Those
-    with most tokens come first, so that the ranks compute alike ones at the same time. A rank may
-    have empty ones.
+    Uses the fewest micro-batches that longest-first needs on any rank, and balances their tokens.
+    The fullest come first, so that ranks compute similar ones at the same time. A rank may have
+    empty ones.
 
     Args:
         lengths: [S] tokens of every rank's trajectories.
-        owners: [S] the rank of each.
+        owners: [S] the rank that trains each.
 
     Raises:
         ConfigError: there is no trajectory at all.
@@ -57,8 +57,8 @@ def pack(lengths: Integers, owners: Integers, rank: int, max_tokens: int) -> lis
     def has_room(num_bins: int) -> bool:
         return all(_fill(share, max_tokens, num_bins) for share in shares)
 
-    # Mostly the first number or the next one has room; where no two trajectories fit into one bin,
-    # to try each number would take quadratic time.
+    # Mostly the first or second number suffices; if no two trajectories fit into one bin, trying
+    # every number would take quadratic time.
     fewest, step = max(_num_needed(lengths[of_rank], max_tokens) for of_rank in members), 1
     while not has_room(fewest + step - 1):
         step *= 2
@@ -67,18 +67,19 @@ def pack(lengths: Integers, owners: Integers, rank: int, max_tokens: int) -> lis
 
 
 def longest_first(lengths: Integers) -> Integers:
-    """Indices in order of falling lengths, equal ones in order: the same ones on every CPU."""
+    """Indices by falling length, ties in order, so the result is the same on every CPU."""
     return (-lengths).argsort(kind="stable")
 
 
 def _num_needed(lengths: Integers, max_tokens: int) -> int:
-    """Micro-batches at least: those of long trajectories, and as many as the others fill."""
+    """The least number of micro-batches: one per long trajectory, and as many as the others
+    fill."""
     is_long = lengths > max_tokens
     return int(is_long.sum() - (-lengths[~is_long].sum() // max_tokens))
 
 
 def _fill(lengths: Sequence[int], max_tokens: int, num_bins: int) -> list[list[int]] | None:
-    """The indices in each bin, the fullest bin first; None if one finds no room."""
+    """The indices in each bin, fullest bin first; None if one does not fit."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, number) for number in range(num_bins)]
     for index, length in enumerate(lengths):
@@ -95,7 +96,7 @@ Bins: TypeAlias = list[list[int]]
 
 @dataclass(frozen=True, eq=False)
 class Beginnings:
-    """The prompts of a batch's trajectories."""
+    """The prompts of a batch's trajectories, to find those that begin alike."""
 
     leaders: Integers
     """[S] the first trajectory with the same prompt."""
@@ -103,21 +104,22 @@ class Beginnings:
     """[S] tokens of the prompt."""
 
     def select(self, chosen: Sequence[int]) -> "Beginnings":
-        """Those of these trajectories; a leader need not be among them."""
+        """The beginnings of these trajectories; a leader need not be among them."""
         return Beginnings(self.leaders[chosen], self.lengths[chosen])
 
 
 def beside_each_other(
     bins: Bins, lengths: Integers, beginnings: Beginnings, max_tokens: int
 ) -> Bins:
-    """Micro-batches of the same trajectories in which more begin alike; else the same ones.
+    """Micro-batches of the same trajectories with more siblings together, if that saves tokens;
+    otherwise the same ones.
 
     A trajectory that is longer than the limit stays alone.
 
     Args:
         bins: trajectories as [micro-batch][trajectory], the fullest first.
         lengths: [S] tokens of each trajectory.
-        max_tokens: to compute in a micro-batch.
+        max_tokens: the most to compute in a micro-batch.
     """
     num_alone = sum(len(bin) == 1 and bool(lengths[bin[0]] > max_tokens) for bin in bins)
     alone, others = bins[:num_alone], bins[num_alone:]
@@ -139,7 +141,7 @@ def beside_each_other(
 
 
 def _cut(tokens: Integers, num_bins: int) -> Integers:
-    """[S] the bin of each: that in which its middle is, were all bins equally full."""
+    """[S] the bin of each trajectory: where its middle falls if all bins are equally full."""
     ends = tokens.cumsum()
     places: Integers = (2 * ends - tokens) * num_bins // (2 * ends[-1])
     return places
@@ -153,7 +155,8 @@ def _computed(bins: Integers, lengths: Integers, beginnings: Beginnings, num_bin
 
 
 def _left(bins: Integers, lengths: Integers, beginnings: Beginnings) -> Integers:
-    """[S] tokens to compute of each: without its prompt, if one before it in its bin has that."""
+    """[S] tokens to compute of each: without the prompt, if one before it in its bin has that
+    prompt."""
     keys = bins * (beginnings.leaders.max() + 1) + beginnings.leaders
     _, first = np.unique(keys, return_index=True)
     left = lengths - beginnings.lengths
@@ -162,8 +165,8 @@ def _left(bins: Integers, lengths: Integers, beginnings: Beginnings) -> Integers
 
 
 def owners(num_tokens: Sequence[int], num_ranks: int) -> Integers:
-    """The rank of each group by its tokens: those with most first, to the rank with the fewest. A
-    group belongs to one rank, which alone fetches its payload; every rank makes the same plan."""
+    """The rank that trains each group: groups with most tokens first, each to the rank with fewest
+    so far. Only that rank fetches the group's payload; every rank computes the same assignment."""
     tokens = np.asarray(num_tokens, np.int64)
     ranks = np.empty_like(tokens)
     heap = [(0, rank) for rank in range(num_ranks)]

@@ -1,12 +1,12 @@
 """Trajectory groups as tensors: the batch of a step, flat over its response tokens.
 
-Invariant: a batch does not depend on how it is cut, nor on how it is divided among ranks.
+Invariant: a batch does not depend on how it is cut or divided among ranks.
 Shapes: S trajectories, R response tokens of all of them, E episodes.
 
-Credit is assigned to episodes. One whose context was rewritten is several trajectories, its
-segments, which follow one another in the batch; what is recorded of it stands with each of them,
-and counts once in a mean. Its response tokens are consecutive, so the estimators of advantages take
-episodes as they take trajectories.
+Credit is assigned to episodes. An episode whose context was rewritten has several segments, each a
+trajectory of its own; they follow one another in the batch. Each carries the episode's recorded
+values, which count once in a mean. The episode's response tokens are consecutive, so advantage
+estimators treat episodes like trajectories.
 """
 
 import math
@@ -51,15 +51,15 @@ from streamrl.types.tokens import Int32Array
 
 
 def sampling_mask(trajectories: Sequence[Trajectory]) -> Candidates | None:
-    """What each response token was sampled among; None if that was recorded of none."""
+    """The candidates that each response token was sampled among; None if none were recorded."""
     lengths = [t.num_tokens for t in trajectories]
     sets = TokenSets.joined([t.sampling_mask for t in trajectories], lengths)
     return None if sets is None else _candidates(sets, trajectories)
 
 
 def top_candidates(trajectories: Sequence[Trajectory], targets: torch.Tensor) -> Candidates | None:
-    """The likeliest candidates but the response token itself [R]; None if they were recorded of
-    none."""
+    """The likeliest candidates besides the response token itself [R]; None if none were
+    recorded."""
     lengths = [t.num_tokens for t in trajectories]
     sets = TopLogprobs.joined([t.top_logprobs for t in trajectories], lengths)
     if sets is None:
@@ -86,13 +86,13 @@ class Episodes:
     first: torch.Tensor
     """[E] int64, the first trajectory of each."""
     of_trajectory: torch.Tensor
-    """[S] int64, which episode a trajectory is of."""
+    """[S] int64, the episode that each trajectory belongs to."""
     sequences: Sequences
     """The response tokens of each."""
 
     @classmethod
     def of(cls, headers: Sequence[GroupHeader], trajectories: Sequences) -> "Episodes":
-        """Those of the groups with these headers, and with these response tokens."""
+        """The episodes of groups with these headers and response tokens."""
         starts = [is_start for header in headers for is_start in _starts(header)]
         is_first = torch.tensor(starts, dtype=torch.bool)
         first, indices = is_first.nonzero()[:, 0], is_first.cumsum(0) - 1
@@ -105,7 +105,7 @@ class Episodes:
         return len(self.first)
 
     def each(self, column: torch.Tensor) -> torch.Tensor:
-        """[S, ...] -> [E, ...]: what stands with the first trajectory of each."""
+        """[S, ...] -> [E, ...]: the row of each episode's first trajectory."""
         return column[self.first]
 
     def to_trajectories(self, column: torch.Tensor) -> torch.Tensor:
@@ -120,18 +120,19 @@ class Episodes:
 
 
 def _starts(header: GroupHeader) -> list[bool]:
-    """Of each trajectory, whether it is the first of its episode."""
+    """For each trajectory, whether it is the first of its episode."""
     indices = header.episode_indices or tuple(range(len(header.lengths)))
     return [i == 0 or indices[i] != indices[i - 1] for i in range(len(indices))]
 
 
 Sums = Mapping[str, tuple[float, int]]
-"""Under `episode/ENVIRONMENT/NAME`, or NAME for `reward/...`: the sum of the metric NAME, and over
-how many episodes."""
+"""Sum and number of episodes of each metric, under `episode/ENVIRONMENT/NAME`, or its own name for
+`reward/...`."""
 
 
 def episode_sums(groups: Sequence[TrajectoryGroup]) -> Sums:
-    """Of the groups' `Trajectory.metrics`; an environment of one's own is named without folders."""
+    """The sums of the groups' `Trajectory.metrics`; a user's environment is named without its
+    folders."""
     return add_episode_sums(
         {_name_of(name, group.environment): (value, 1)}
         for group in groups
@@ -141,7 +142,7 @@ def episode_sums(groups: Sequence[TrajectoryGroup]) -> Sums:
 
 
 def _name_of(metric: str, environment: str) -> str:
-    """The values of the run's rewards are the same in every environment."""
+    """Rewards mean the same in every environment, so they are named without it."""
     if metric.startswith("reward/"):
         return metric
     return f"episode/{environment.rpartition('/')[2]}/{metric}"
@@ -161,7 +162,7 @@ def episode_means(sums: Sums) -> dict[str, float]:
 
 
 def _of_episodes(group: TrajectoryGroup) -> Iterable[Mapping[str, float]]:
-    """Those of each episode's first segment, since every segment has them."""
+    """The metrics of each episode, from its first segment, since every segment has them."""
     indices = group.episode_indices or range(len(group.trajectories))
     first = {i: t for i, t in reversed([*zip(indices, group.trajectories, strict=True)])}
     return [trajectory.metrics for trajectory in first.values()]
@@ -171,16 +172,16 @@ def _of_episodes(group: TrajectoryGroup) -> Iterable[Mapping[str, float]]:
 class TrainingBatch:
     """One step's trajectories, in order of their groups.
 
-    Every rank has all columns, and of the trajectories those that it trains.
+    Every rank has all columns, but only those trajectories that it trains.
     """
 
     trajectories: tuple[Trajectory, ...]
-    """Those of this rank; all in a world of one."""
+    """This rank's trajectories; all of them with a single rank."""
     owners: tuple[int, ...]
     """[S] the rank that trains each trajectory."""
     rank: int
     lengths: tuple[int, ...]
-    """[S] tokens, those of the prompt included."""
+    """[S] tokens, including the prompt's."""
     prompt_indices: tuple[int, ...]
     """[S] places in the prompt stream."""
     sequences: Sequences
@@ -190,41 +191,42 @@ class TrainingBatch:
     group_indices: torch.Tensor
     """[S] int64, which group each trajectory belongs to."""
     environments: tuple[str, ...]
-    """Of each group."""
+    """The environment of each group."""
     environment_indices: torch.Tensor
-    """[S] int64, equal for trajectories of the same environment: its first place in those."""
+    """[S] int64, equal for trajectories of the same environment: its first index in
+    `environments`."""
     policy_version: int
     """The version about to be trained; staleness is counted from it."""
     is_truncated: torch.Tensor
-    """[S] bool, whether a limit ended the trajectory."""
+    """[S] bool, whether a limit cut the trajectory."""
     is_at_deadline: torch.Tensor
-    """[S] bool, whether `generator.group_deadline_s` ended it."""
+    """[S] bool, whether that limit was `generator.group_deadline_s`."""
     num_invalid_turns: torch.Tensor
-    """[S] as the environment counted them; 0 where it does not."""
+    """[S] as the environment counted them; 0 if it does not."""
     difficulties: torch.Tensor
-    """[S] as the environment measured them; 0 where it does not."""
+    """[S] of the prompts, as their rows give them; 0 if they do not."""
     given_greedy_rewards: torch.Tensor
-    """[S] NaN where none was recorded; see `greedy_rewards`."""
+    """[S] NaN if none was recorded; see `greedy_rewards`."""
     behavior_logprobs: torch.Tensor
     """[R]"""
     policy_versions: torch.Tensor
-    """[R] that sampled each token."""
+    """[R] the version that sampled each token."""
     media: Mapping[str, Media]
-    """Of this rank's trajectories, by id."""
+    """The media of this rank's trajectories, by id."""
     teachers: tuple[str, ...]
-    """Of `trajectories`, the one that the row of each names; "" if it names none."""
+    """For each of `trajectories`, the teacher that its prompt's row names; "" if none."""
     teacher_prompts: tuple[Int32Array | None, ...]
-    """Of `trajectories`, what teachers read before its first response token; None: its prompt."""
+    """For each of `trajectories`, what teachers read instead of the prompt; None: the prompt."""
     is_in_loss: torch.Tensor
-    """[R] bool, as the environment decided."""
+    """[R] bool, whether the environment lets the token count in the loss."""
     turn_rewards: torch.Tensor
-    """[R] what the environment gave for a turn, at the turn's last token."""
+    """[R] the environment's reward for a turn, at the turn's last token."""
     environment_sums: Sums
-    """What the environments recorded, of all ranks."""
+    """The metrics that environments recorded, over all ranks."""
 
     @classmethod
     def of(cls, groups: Sequence[TrajectoryGroup], policy_version: int) -> "TrainingBatch":
-        """The batch of a world of one."""
+        """The batch of a learner with a single rank."""
         return cls.shared(tuple(map(GroupHeader.of, groups)), groups, policy_version, Ranks())
 
     @classmethod
@@ -235,7 +237,8 @@ class TrainingBatch:
         policy_version: int,
         ranks: Ranks,
     ) -> "TrainingBatch":
-        """The batch of these headers; `groups` are this rank's. All ranks call it together."""
+        """The batch of all groups with these headers; `groups` are this rank's share. All ranks
+        call it together."""
         sizes = torch.tensor([len(header.lengths) for header in headers])
         environments = [header.environment for header in headers]
         index = torch.tensor([environments.index(name) for name in environments])
@@ -287,13 +290,13 @@ class TrainingBatch:
 
     @property
     def staleness(self) -> torch.Tensor:
-        """[R] versions between sampling and training, as a distance."""
+        """[R] versions between sampling and training, never negative."""
         return (self.policy_version - self.policy_versions).abs()
 
     @property
     def greedy_rewards(self) -> torch.Tensor:
         """[S] reward of a greedy completion of the same prompt; ConfigError if a generator did not
-        record it."""
+        record one."""
         if bool(self.given_greedy_rewards.isnan().any()):
             raise ConfigError(
                 "algorithm.advantage remax needs the reward of a greedy completion, and a group "
@@ -302,8 +305,8 @@ class TrainingBatch:
         return self.given_greedy_rewards
 
     def recorded(self, names: Sequence[str], ranks: Ranks, setting: str) -> torch.Tensor:
-        """[S, K] the metrics that a setting names, of all ranks, which call it together; 0 where a
-        limit cut the episode before one was recorded.
+        """[S, K] the metrics that a setting names, over all ranks, which call it together; 0 if a
+        limit cut the episode before the metric was recorded.
 
         Raises:
             ConfigError: an episode that ended by itself came without one of them.
@@ -315,7 +318,7 @@ class TrainingBatch:
         return columns.where(~columns.isnan(), 0.0)
 
     def _recorded(self, names: Sequence[str], ranks: Ranks) -> torch.Tensor:
-        """The same, NaN where a trajectory came without."""
+        """[S, K] the same metrics; NaN if a trajectory has none."""
         rows = [[t.metrics.get(name, math.nan) for name in names] for t in self.trajectories]
         own = torch.tensor(self.owners) == self.rank
         return ranks.sum(_among(own, torch.tensor(rows).view(-1, len(names))))
@@ -328,8 +331,8 @@ class TrainingBatch:
         )
 
     def roles(self, metric: str | None, ranks: Ranks, *, is_first: bool = False) -> list[str]:
-        """[E] ENVIRONMENT/ROLE of each episode, the role being the metric's value, and `all` where
-        none was recorded, as of one that was cut before; of all ranks, which call it together.
+        """[E] ENVIRONMENT/ROLE of each episode. The role is the metric's value, or `all` if none
+        was recorded, for example because the episode was cut first. All ranks call it together.
 
         Raises:
             ConfigError: no episode of the first batch has the metric.
@@ -345,13 +348,13 @@ class TrainingBatch:
         return [f"{name}/{role}" for name, role in zip(names, roles, strict=True)]
 
     def anchors(self, ranks: Ranks) -> torch.Tensor:
-        """[R] int64, see `AdvantageInput.anchors`; of all ranks, which call it together."""
+        """[R] int64, see `AdvantageInput.anchors`. All ranks call it together."""
         columns = [np.zeros(0, np.int64), *map(_anchors, self.trajectories)]
         own = self.sequences.expand(torch.tensor(self.owners) == self.rank)
         return ranks.sum(_among(own, torch.from_numpy(np.concatenate(columns))))
 
     def for_teachers(self, ranks: Ranks) -> "TrainingBatch":
-        """With what teachers read in the place of prompts. All ranks call it together."""
+        """The batch with what teachers read in place of the prompts. All ranks call it together."""
         pairs = zip(self.trajectories, self.teacher_prompts, strict=True)
         seen = tuple(t if prompt is None else t.after(prompt) for t, prompt in pairs)
         lengths = torch.zeros(len(self), dtype=torch.int64)
@@ -367,9 +370,10 @@ class TrainingBatch:
         *,
         shares_prompts: bool = True,
     ) -> list[MicroBatch]:
-        """Micro-batches of at most `max_tokens` tokens, of all trajectories or those chosen, see
-        `learners.batch.packing`: as many for each rank, some without any. `shares_prompts`: the
-        network computes once what trajectories of a micro-batch begin with, and it counts once."""
+        """Micro-batches of at most `max_tokens` tokens, of all or the chosen trajectories; see
+        `learners.batch.packing`. Every rank gets the same number, some of them empty.
+        `shares_prompts`: the network computes a shared beginning once per micro-batch, so it counts
+        once."""
         indices = list(range(len(self)) if chosen is None else chosen)
         lengths, owners = np.array(self.lengths)[indices], np.array(self.owners)[indices]
         packed = pack(lengths, owners, self.rank, max_tokens)
@@ -389,10 +393,10 @@ class TrainingBatch:
         shares_prompts: bool = True,
         most: float = MOST,
     ) -> MicroBatch:
-        """The trajectories with these indices, packed; prompts are shared if no more than `most` of
-        the tokens are left then."""
+        """The trajectories with these indices, packed. Prompts are shared if that leaves at most
+        the share `most` of the tokens."""
         chosen = [self.trajectories[self.places[i]] for i in members]
-        # Without any, one token keeps the forward pass of the other ranks company.
+        # An empty one still holds one token, so that this rank joins the others' forward pass.
         ids = np.concatenate([t.token_ids for t in chosen] or [np.zeros(1, np.int32)])
         is_response = np.concatenate([t.response_mask for t in chosen] or [np.zeros(1, np.bool_)])
         # The first token of a trajectory is never a response: no token before it predicts it.
@@ -423,14 +427,15 @@ class TrainingBatch:
             top_candidates=top and top.to(device),
             routed_experts=experts,
             shared_prompts=shared,
-            # All tokens of what is left may be too many for the memory where prompts were shared.
+            # With prompts shared before, all tokens of what is left might not fit into memory
+            # unshared.
             cut_again=partial(
                 self.micro_batch, device=device, shares_prompts=shared is not None, most=1.0
             ),
         )
 
     def rows(self, members: Sequence[int]) -> torch.Tensor:
-        """[R of these trajectories] which response tokens are theirs, in this order."""
+        """[R of these trajectories] indices of their response tokens, in this order."""
         lengths, chosen = self.sequences.lengths, torch.tensor(members, dtype=torch.int64)
         starts = (lengths.cumsum(0) - lengths)[chosen]
         lengths = lengths[chosen]
@@ -438,7 +443,7 @@ class TrainingBatch:
 
     @cached_property
     def _beginnings(self) -> Beginnings:
-        """[S] empty ones for the trajectories of other ranks."""
+        """[S] prompts of this rank's trajectories; empty for those of other ranks."""
         lengths, prompts = [0] * len(self), [b""] * len(self)
         for i, place in self.places.items():
             t = self.trajectories[place]
@@ -448,13 +453,14 @@ class TrainingBatch:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Where in `trajectories` this rank has each of its own."""
+        """By index in the batch, the position of this rank's trajectories in `trajectories`."""
         own = (i for i, owner in enumerate(self.owners) if owner == self.rank)
         return {i: place for place, i in enumerate(own)}
 
 
 def _among(own: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows where `own` is true, 0 elsewhere; the rows themselves if they are all."""
+    """Put the rows where `own` is true, and 0 elsewhere; the rows as they are if there are no
+    others."""
     if len(rows) == len(own):
         return rows
     column = rows.new_zeros(len(own), *rows.shape[1:])
@@ -468,7 +474,7 @@ def _prompt_length(trajectory: Trajectory) -> int:
 
 
 def _outcome(trajectory: Trajectory) -> tuple[float, ...]:
-    """What stands in the columns of `TrainingBatch`, from `is_truncated` on."""
+    """The values for the columns of `TrainingBatch` from `is_truncated` on."""
     reason, metrics = trajectory.finish_reason, trajectory.metrics
     return (
         float(reason.is_truncated),
@@ -485,7 +491,7 @@ def _anchors(trajectory: Trajectory) -> NDArray[np.int64]:
     edges = np.flatnonzero(is_response[1:] != is_response[:-1])
     starts, ends = edges[::2], edges[1::2]
     column = np.zeros(trajectory.num_response_tokens, np.int64)
-    # Pictures are other ones behind the same tokens.
+    # The same placeholder tokens may stand for different images.
     salt = str(uuid4()) if trajectory.media else ""
     observed = zip([0, *ends[:-1]], starts, strict=True) if len(ends) else ()
     column[np.cumsum(ends - starts) - 1] = [
@@ -501,21 +507,21 @@ def _hash(token_ids: NDArray[np.int32], salt: str) -> int:
 
 
 def _responses(trajectories: Sequence[Trajectory], field: str, dtype: Any) -> torch.Tensor:
-    """The field's values of all response tokens, in order."""
+    """The field's values for all response tokens, in order."""
     arrays = [getattr(t, field)[t.response_mask] for t in trajectories]
     return torch.from_numpy(np.concatenate(arrays or [np.zeros(0, dtype)]))
 
 
 def _judged(trajectory: Trajectory) -> NDArray[np.float32]:
-    """[R, 2] of each response token: whether it counts for the loss, and what its turn, if it is
-    the last token of one, was rewarded with."""
+    """[R, 2] for each response token: whether it counts in the loss, and, at the last token of a
+    turn, the turn's reward."""
     mask = trajectory.loss_mask
     column = np.zeros((trajectory.num_response_tokens, 2), np.float32)
     column[:, 0] = 1.0 if mask is None else mask[trajectory.response_mask]
     if not trajectory.turns:
         return column
     ends = np.cumsum([turn.num_completion_tokens for turn in trajectory.turns], dtype=np.int64)
-    # Turns are data of a generator: those that do not fit the tokens have no place to stand.
+    # Turns come from a generator: if they do not fit the tokens, their rewards are left out.
     if ends[-1] == len(column):
         np.add.at(column[:, 1], ends - 1, [turn.reward for turn in trajectory.turns])
     return column

@@ -1,16 +1,16 @@
-"""What a checkpoint holds of a trainer, by `learner.checkpoint.contents`.
+"""What a checkpoint stores of a trainer, as `learner.checkpoint.contents` selects.
 
     model      parameters and buffers of the policy, and parameters of the critic
     optimizer  AdamW's state of each
     extra      what rewards and KL controller have measured, and the random generators
 
-On disk the tensors are in one file of each rank, by torch.distributed.checkpoint, without pickle.
+On disk each rank has one file of tensors, written by torch.distributed.checkpoint without pickle.
 
     shards/rank-00000.safetensors    the parts of tensors that this rank has written
 
-Invariant: a tensor is saved under the name of its parameter, so that the optimizer may order and
-group parameters otherwise. Every part of a tensor has its place in the whole, so that ranks of any
-number load what they need of it, into the trainer's own tensors.
+Invariant: a tensor is saved under the name of its parameter, so the optimizer may order and group
+parameters differently later. Every part of a tensor records its place in the whole, so any number
+of ranks can load what they need, into the trainer's own tensors.
 """
 
 import json
@@ -43,18 +43,18 @@ Group: TypeAlias = dist.ProcessGroup | None
 
 SHARDS_FOLDER = "shards"
 
-# Said at each save and load of a world of one.
+# torch warns of this at each save and load with a single rank.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def shard_file(rank: int) -> str:
-    """The name, in the folder of a checkpoint, of what a rank has written."""
+    """The name of a rank's file, relative to the checkpoint's folder."""
     return f"{SHARDS_FOLDER}/rank-{rank:05d}.safetensors"
 
 
 def save_shards(checkpoint: Path, tensors: Tensors, group: Group) -> None:
-    """Write this rank's parts of tensors in host memory; each rank of the group calls it. Without a
-    group this process has the whole of every tensor.
+    """Write this rank's parts of the tensors, which are in host memory; each rank of the group
+    calls it. Without a group this process has every tensor whole.
 
     Raises:
         OSError, SafetensorError: a rank cannot write; every rank raises.
@@ -67,12 +67,12 @@ def save_shards(checkpoint: Path, tensors: Tensors, group: Group) -> None:
             no_dist=group is None,
         )
     except CheckpointException as error:
-        # It is no Exception, and says nothing but the tracebacks of all ranks.
+        # It is not an Exception, and holds only the tracebacks of all ranks.
         raise next(iter(error.failures.values()))[0] from error
 
 
 def load_shards(checkpoint: Path, tensors: Tensors) -> None:
-    """Copy saved tensors into these, each rank by itself; a DTensor gets the parts that it has."""
+    """Copy saved tensors into these, each rank by itself; a DTensor gets only its own parts."""
     try:
         load(dict(tensors), storage_reader=_reader(checkpoint), no_dist=True)
     except CheckpointException as error:
@@ -80,7 +80,7 @@ def load_shards(checkpoint: Path, tensors: Tensors) -> None:
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """What the shards hold, by name: tensors on the meta device."""
+    """The saved tensors by name, on the meta device."""
     metadata: Metadata = _reader(checkpoint).read_metadata()
     return {
         name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
@@ -105,15 +105,15 @@ def _reader(checkpoint: Path) -> HuggingFaceStorageReader:
 
 
 class _ShardWriter(HuggingFaceStorageWriter):
-    """Names a file by its rank, and streams it to the disk: the class of torch serializes a file as
-    one `bytes` object first, during which no other thread of the process runs."""
+    """Names a file by its rank and streams it to disk: torch's own class first serializes a file
+    into one `bytes` object, during which no other thread of the process runs."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(str(checkpoint / SHARDS_FOLDER), save_distributed=True)
         self._checkpoint = checkpoint
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Of this rank's part of the plan."""
+        """Write this rank's part of the plan."""
         tensors: dict[str, torch.Tensor] = {}
         offsets: dict[str, Any] = {}
         for item in plan.items:
@@ -124,7 +124,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
             offsets[item.index.fqn] = {"saved_offsets": part.chunk.offsets}
         if tensors:
             file = self._checkpoint / shard_file(plan.storage_data["shard_index"] - 1)
-            # As the reader of torch expects it.
+            # As torch's reader expects it.
             save_file(tensors, file, {"DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"})
         written: Future[list[WriteResult]] = Future()
         sizes = ((item.index, tensors[item.index.fqn].nbytes) for item in plan.items)
@@ -133,12 +133,12 @@ class _ShardWriter(HuggingFaceStorageWriter):
 
 
 MODEL, CRITIC = "model/", "critic/"
-"""The names of the policy's tensors begin with the one, of the critic's with the other."""
+"""Prefixes of the names of the policy's and the critic's tensors."""
 
 
 @dataclass(frozen=True)
 class _Role:
-    """Names of tensors begin with `model` or `optimizer`, those of the latter then with a kind."""
+    """Names of tensors begin with `model` or `optimizer`; an optimizer's then have a kind."""
 
     model: str
     optimizer: str
@@ -160,7 +160,7 @@ class _Role:
         }
 
     def allocate(self, name: str, saved: torch.Tensor) -> None:
-        """Of the optimizer's state, the tensor with this name in a checkpoint."""
+        """The tensor of the optimizer's state with this name in a checkpoint."""
         kind, _, of = name.removeprefix(self.optimizer).partition("/")
         parameter = self.parameters[of]
         if saved.shape == parameter.shape:
@@ -171,7 +171,7 @@ class _Role:
 
 
 def tensors_of(trainer: Trainer, contents: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Those to save, by name."""
+    """The tensors to save, by name."""
     tensors = {}
     for role in _roles(trainer):
         tensors.update(role.weights if "model" in contents else {})
@@ -182,7 +182,7 @@ def tensors_of(trainer: Trainer, contents: Sequence[str]) -> dict[str, torch.Ten
 def load_tensors(
     checkpoint: Path, contents: Sequence[str], trainer: Trainer, model_path: str
 ) -> None:
-    """Into the trainer, those that `contents` name; `model_path` is where its model is from.
+    """Load the tensors that `contents` names into the trainer, whose model came from `model_path`.
     ConfigError if the checkpoint is of another model."""
     saved = saved_tensors(checkpoint)
     policy, *critics = _roles(trainer)
@@ -197,7 +197,7 @@ def load_tensors(
 
 
 def _roles(trainer: Trainer) -> Iterator[_Role]:
-    """The policy, and the critic if there is one."""
+    """The roles of the policy, and of the critic if there is one."""
     policy, critic = trainer.policy, trainer.critic
     yield _Role(MODEL, "optimizer/", policy.parameters(), trainer.optimizer, policy.buffers())
     if critic is not None:

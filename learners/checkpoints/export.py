@@ -1,7 +1,7 @@
 """`streamrl export`: the policy of a checkpoint as a Hugging Face folder, in a chosen dtype.
 
-Reads what the ranks have saved, whatever their number, and needs no GPU. An adapter is merged into
-the base at `model.path`, unless `--adapter` asks for it as it is.
+Reads what any number of ranks has saved, and needs no GPU. An adapter is merged into the base at
+`model.path`, unless `--adapter` asks for the adapter alone.
 Invariant: the folder appears under its name once it is complete.
 """
 
@@ -39,10 +39,10 @@ from streamrl.run_folder import find_run
 
 
 def push(folder: Path, repository: str, *, is_public: bool) -> str:
-    """Upload the folder as one commit; the repository is made if it is not there. Its address.
+    """Upload the folder as one commit, creating the repository if needed; returns its address.
 
     Raises:
-        ConfigError: the name is no repository's, or the hub refuses.
+        ConfigError: the name is not a repository's, or the hub refuses.
         TransportError: the hub does not answer.
     """
     hub = HfApi()
@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
     dtype, size = getattr(torch, arguments.dtype), arguments.max_shard_size
     model, lora = config.model, config.learner.lora
     if lora is not None:
-        # The settings of the run may have changed since.
+        # The run's settings may have changed since.
         alpha = checkpoint.record.get("lora_alpha") or lora.alpha
         lora = lora.model_copy(update={"alpha": alpha})
         require_same_adapter(checkpoint, model, lora)
@@ -129,7 +129,7 @@ def export(
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """Raise ConfigError if there is one, or it cannot be written."""
+    """Raise ConfigError if the folder exists, or cannot be written."""
     if folder.exists():
         raise ConfigError(f"--output: {folder} exists already; name another folder, or remove it")
     try:

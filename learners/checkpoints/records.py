@@ -1,7 +1,7 @@
-"""What a learner writes into its run's folder: checkpoints, and a line a step.
+"""What a learner writes into its run's folder: checkpoints, and lines of metrics for each step.
 
-Invariant: a checkpoint is saved only once the lines of its steps are on disk, and nothing is
-written before `begin`, which a learner calls when the buffer has attached it.
+Invariant: a checkpoint is saved only once the lines of its steps are on disk. Nothing is written
+before `begin`, which a learner calls once it is attached to the buffer.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _LINE_FILES = (METRICS_FILE, TRAINED_FILE, VALIDATION_FILE)
 
 
 class _Files(NamedTuple):
-    """What the lines of a step are written to."""
+    """The open files of lines."""
 
     trained: JsonlTracker
     validations: JsonlTracker
@@ -52,11 +52,11 @@ class _Files(NamedTuple):
 
 
 class RunRecords:
-    """Of a learner that starts from `start`; `begin` comes first.
+    """The records of a learner that starts from `start`; call `begin` first.
 
-    The first rank has it; the others take part in `save` with a `CheckpointWriter` alone.
-    `validating` returns the versions that are being validated, whose checkpoints are kept;
-    `more_trackers` get what those of `tracking` get.
+    Only the first rank has one; the others join `save` with just a `CheckpointWriter`. `validating`
+    returns the versions being validated, whose checkpoints are kept; `more_trackers` get the same
+    as those of `tracking`.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class RunRecords:
         self._saving: tuple[Future[Path], int] | None = None
         self._metric_names: tuple[str, ...] = ()
         self.validated: Mapping[int, Mapping[str, float]] = {}
-        """The metrics of each version of this history that was validated."""
+        """Validation metrics by version of this history."""
 
     def begin(self) -> None:
-        """Make the history of this learner the surviving one; may be repeated after an error.
+        """Make this learner's history the surviving one; may be repeated after an error.
 
         Raises:
             CheckpointWriteError: the disk is full, for example.
@@ -134,17 +134,17 @@ class RunRecords:
         metrics: Mapping[str, Any],
         steered: str = "",
     ) -> None:
-        """The lines of a step, which has trained the groups of these headers; those that cannot be
-        written wait in memory. `steered` says how and why the bound on staleness has changed.
+        """Write the lines of a step that trained the groups with these headers; lines that cannot
+        be written wait in memory. `steered` says how and why the bound on staleness changed.
 
         Raises:
             FencedError: another learner writes the lines of the run.
         """
-        # One that was cut off from the buffer does not hear from it that another has taken over.
+        # A learner cut off from the buffer does not learn from it that another has taken over.
         require_surviving(checkpoints_of(self._config.run.path), self._start.history)
         line = {
             "prompt_indices": [header.prompt_index for header in headers],
-            # What an audit of the bound on staleness needs.
+            # For the audit of the bound on staleness.
             "oldest_version": min(header.oldest_version for header in headers),
             "newest_version": max(header.newest_version for header in headers),
             "max_staleness": self._config.buffer.largest_staleness,
@@ -159,23 +159,23 @@ class RunRecords:
             self._values = (*self._values, value)
 
     def log_validation(self, policy_version: int, metrics: Mapping[str, float]) -> None:
-        """The line of a validation; the trackers get it, too."""
+        """Write the line of a validation, and pass it to the trackers."""
         self.validated = {**self.validated, policy_version: metrics}
         self._files.validations.log(metrics, policy_version)
         self._files.trackers.log_validation(metrics, policy_version)
         self._files.trackers.log_validation_samples(self._config.run.path, policy_version)
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """To the trackers that show tables."""
+        """Pass samples to the trackers that show tables."""
         if self._opened is not None:
             self._opened.trackers.log_samples(samples, step)
 
     def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
-        """The checkpoint of this state, after the lines of its steps, written in a thread; returns
-        once the state is copied. See `CheckpointWriter.save` for what the future raises."""
+        """Save a checkpoint of this state, after the lines of its steps; returns once the state is
+        copied, while a thread writes it. See `CheckpointWriter.save` for what the future raises."""
         saved, count = self._saving or (None, 0)
         self._saving = None
-        # A checkpoint that could not be written leaves its values of `best_by` to the next.
+        # If a checkpoint could not be written, the next one takes over its values of `best_by`.
         if saved is not None and saved.exception() is None:
             self._values = self._values[count:]
         future = self._writer.save(trainer, state, self._means(), self._flush)
@@ -183,7 +183,7 @@ class RunRecords:
         return future
 
     def _means(self) -> dict[str, float]:
-        """Of `best_by`, over the steps since the checkpoint before."""
+        """The mean of `best_by` over the steps since the previous checkpoint."""
         settings, values = self._config.learner.checkpoint, self._values
         if values:
             return {settings.best_by: statistics.fmean(values)}
@@ -214,7 +214,7 @@ class RunRecords:
 
 
 def _take_lines(run: Path, lines_from: Path | None) -> None:
-    """Replace the run's lines by those of the history, which another folder has, or nobody."""
+    """Replace the run's lines by those of the history, from another folder if that has them."""
     if _is_same_folder(lines_from, run):
         return
     for name in _LINE_FILES:

@@ -1,12 +1,12 @@
-"""A trainer goes on from a checkpoint: everything that it needs to repeat the next step exactly.
+"""Restores a trainer from a checkpoint, with everything needed to repeat the next step exactly.
 
-`choose`: what `run.resume` means, the checkpoint that a learner starts from, and its history.
+`choose` finds the checkpoint that a learner starts from, by `run.resume`, and its history:
 
     never   the model of the configuration
     auto    the newest complete checkpoint of the run's history
     a path  that checkpoint, of this run or of another one; it must be complete
 
-Whatever is in the run's folder and does not belong to the history then is abandoned.
+Whatever else is in the run's folder and is not of that history is abandoned.
 """
 
 import logging
@@ -66,7 +66,7 @@ class LearnerStart:
 
 
 def choose(run: RunSettings) -> LearnerStart:
-    """What `run.resume` means. Nothing is changed.
+    """Find what to start from, by `run.resume`. Changes nothing.
 
     Raises:
         ConfigError: a path was given and holds no checkpoint, or none of the run's is complete.
@@ -82,8 +82,8 @@ def choose(run: RunSettings) -> LearnerStart:
 
 
 def resumed(config: RunConfig) -> RunConfig:
-    """The configuration with which a learner goes on, as `--resume` says. A checkpoint that
-    `run.resume` names is taken once; after that the run has newer ones."""
+    """The configuration for `--resume`. A checkpoint that `run.resume` names is used once; after
+    that the run has newer ones."""
     resume = config.run.resume
     if isinstance(resume, Path) and not is_taken(config.run.path, resume):
         return config
@@ -91,8 +91,8 @@ def resumed(config: RunConfig) -> RunConfig:
 
 
 def for_loading(config: RunConfig, checkpoint: Checkpoint) -> RunConfig:
-    """The configuration for loading this checkpoint: where `run.resume` names one, `load_contents`
-    is for that one, and those that the run has made since are loaded whole."""
+    """The configuration for loading this checkpoint: `load_contents` applies to the checkpoint that
+    `run.resume` names; those that the run has saved since are loaded whole."""
     resume, named = config.run.resume, ""
     if resume not in ("never", "auto"):
         named = str(resume)
@@ -126,7 +126,7 @@ def _named(run: Path, path: Path) -> LearnerStart:
         raise ConfigError(f"run.resume: {path} is no checkpoint (it has no state.json)")
     place, own = path, checkpoints_of(run)
     if path.parent.resolve() == own.resolve():
-        # The run's own, however a person has named it: through a link, or with a "..".
+        # The run's own folder, even if named through a link or with "..".
         place = own / path.name
     return _after(read_checkpoint(place), run, str(path), f"run.resume named {path}")
 
@@ -144,7 +144,8 @@ def _after(checkpoint: Checkpoint, run: Path, resume: str, reason: str) -> Learn
 
 
 def _lines_beside(path: Path, first_step: int, last_step: int) -> Path | None:
-    """The folder of another run, or of what this one has abandoned, with the line of each step."""
+    """The folder of another run, or of abandoned steps of this one, that has the line of each
+    step."""
     for folder in (path.parent, path.parent.parent):
         steps = {line["step"] for line in read_lines(folder / TRAINED_FILE)}
         if steps.issuperset(range(first_step, last_step + 1)):
@@ -153,13 +154,14 @@ def _lines_beside(path: Path, first_step: int, last_step: int) -> Path | None:
 
 
 def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> LearnerState:
-    """Load what `learner.checkpoint.load_contents` names into the trainer; each rank by itself.
+    """Load what `learner.checkpoint.load_contents` names into the trainer; each rank does so by
+    itself.
 
     Returns:
         The version and the books, which are in every checkpoint.
 
     Raises:
-        ConfigError: the checkpoint is of another model or adapter, or does not hold that.
+        ConfigError: the checkpoint is of another model or adapter, or lacks those contents.
     """
     config = for_loading(config, checkpoint)
     path, record, wanted = checkpoint.path, checkpoint.record, config.learner.checkpoint.loaded
@@ -179,7 +181,7 @@ def restore(checkpoint: Checkpoint, config: RunConfig, trainer: Trainer) -> Lear
         )
     load_tensors(path, wanted, trainer, config.model.path)
     if config.learner.offload.optimizer:
-        # Else it would stay on the GPU for the passes of the first step.
+        # Otherwise the state would stay on the GPU during the first step's passes.
         for optimizer in trainer.optimizers:
             move_state(optimizer, to_host=True)
     if "extra" in wanted:
@@ -196,7 +198,7 @@ def load_trainer(
     mesh: Mesh | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[Trainer, LearnerState]:
-    """The trainer that goes on from a checkpoint, or from `model.path` without one."""
+    """The trainer restored from a checkpoint, or new from `model.path` without one."""
     torch.manual_seed(config.run.seed)
     policy = Policy.from_config(config, mesh=mesh)
     algorithm = config.algorithm

@@ -1,12 +1,12 @@
-"""Saves beside the training: when one begins, when it has ended, and what then happens.
+"""Schedules saves during training: when one begins, when it has ended, and what happens then.
 
-A save is due every `learner.checkpoint.every` steps, and again soon after a failure; one that is
-due while another is under way begins after it. No more than MAX_UNSAVED intervals of steps are made
-without a checkpoint, since the buffer keeps the groups of each until one is durable.
+A save is due every `learner.checkpoint.every` steps, and again soon after a failure; if another is
+still running, it begins after that. At most MAX_UNSAVED intervals of steps are made without a
+checkpoint, since the buffer keeps their groups until one is durable.
 
 Invariant: the buffer is notified of a version only once a checkpoint of it is durable, and one save
-is under way at a time. Waits for a disk that takes the run's files, where too many steps are in no
-checkpoint and at the end: unblocked by the next attempt that succeeds, or by `stopping`.
+runs at a time. If too many steps are unsaved, and at the end, it waits for a disk that cannot be
+written, until an attempt succeeds or `stopping` is set.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Of the session's learner; `begin` copies a state and writes it in a thread."""
+    """Saves checkpoints of the session's learner; `begin` copies a state and writes it in a
+    thread."""
 
     def __init__(
         self,
@@ -48,11 +49,11 @@ class CheckpointSaver:
         self._failure = ""
         self._retry_at_s = 0.0
         self.saved_version = self._version
-        """Of the newest checkpoint that is durable."""
+        """The version of the newest durable checkpoint."""
 
     @property
     def sentence(self) -> str:
-        """Which steps are in no checkpoint and why; "" if the last save has not failed."""
+        """Which steps are unsaved and why; "" if the last save did not fail."""
         if not self._failure:
             return ""
         steps = f"the steps since {self.saved_version} are in no checkpoint"
@@ -60,7 +61,7 @@ class CheckpointSaver:
         return f"{self._failure}; {steps}{waits}"
 
     async def keep_up(self) -> None:
-        """Begin a save that is due; wait if too many steps are in no checkpoint."""
+        """Begin a save that is due; wait if too many steps are unsaved."""
         await self.settle()
         if self._is_due():
             await self._begin()
@@ -75,14 +76,14 @@ class CheckpointSaver:
             await self._acknowledge()
 
     async def settle(self) -> None:
-        """Notify the buffer if a save has ended; one that is under way is not waited for."""
+        """Notify the buffer if a save has ended; does not wait for a running one."""
         if self._save is not None and self._save.done():
             await self._end()
             await self._acknowledge()
 
     async def finish(self) -> bool:
-        """Save the last version, after the save under way; whether there is a checkpoint of it. The
-        buffer is not notified."""
+        """Save the last version, after any running save; whether a checkpoint of it exists then.
+        Does not notify the buffer."""
         if self._save is not None:
             await self._end()
         while self._version != self.saved_version:
@@ -115,7 +116,7 @@ class CheckpointSaver:
         self._save = asyncio.wrap_future(await self._begin_writing(self._session.state))
 
     async def _end(self) -> None:
-        """Wait until the save under way has ended."""
+        """Wait until the running save has ended."""
         assert self._save is not None, "a save is under way"
         if not self._save.done():
             self._reporter.set_activity(LearnerActivity.SAVING)

@@ -7,13 +7,13 @@
         state.json                       version, books, history, random state, ...
         manifest.json                    size and checksum of each file
 
-Every rank has a writer and calls it in lockstep; rank 0 writes what belongs to no rank, and gives
-the folder its name. Until then its name has the learner's id, so that one that was taken over and
-wakes writes into no folder of its successor's. Waits for the other ranks: unblocked by what they
-write, or by their end, since their connections then close.
+Every rank has a writer and calls it in lockstep; rank 0 also writes what belongs to no single rank,
+and gives the folder its final name. Until then the name contains the learner's id, so a learner
+that was replaced and wakes up cannot write into its successor's folder. Waits for the other ranks,
+until they have written, or their connections close because they ended.
 
-Invariant: a folder under its final name is complete and on disk; a kill before that costs this
-checkpoint only. A rank that cannot write fails the save on all ranks.
+Invariant: a folder under its final name is complete and on disk; a kill before that costs only this
+checkpoint. If one rank cannot write, the save fails on all ranks.
 """
 
 import base64
@@ -63,17 +63,17 @@ Result = TypeVar("Result")
 
 
 class WritingRanks:
-    """All ranks make theirs together; `group` is None for a world of one. An error of one rank is
-    raised by all, so that none waits for another that has given up."""
+    """The ranks' side of writing. All ranks create theirs together; `group` is None with a single
+    rank. An error of one rank is raised by all, so none waits for a rank that has given up."""
 
     def __init__(self) -> None:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        # Of its own, since messages of a writing thread must not mix with those of a step.
+        # A separate group, since messages of a writing thread must not mix with those of a step.
         self.group: Group = None if is_alone else dist.new_group(backend="gloo", timeout=UNBOUNDED)
         self.rank = 0 if is_alone else dist.get_rank()
 
     def run(self, work: Callable[[], Result]) -> list[Result]:
-        """The result of each rank, in order.
+        """Run the work on every rank; the results in rank order.
 
         Raises:
             OSError, SafetensorError, StreamRLError: a rank's work has raised it.
@@ -95,11 +95,12 @@ class WritingRanks:
 
 
 RandomState: TypeAlias = dict[str, Any]
-"""As it is in JSON."""
+"""The random state in its JSON form."""
 
 
 def random_state() -> RandomState:
-    """Of this process, and of its CUDA device if it uses one; looking would begin to."""
+    """The random state of this process, and of its CUDA device if in use; asking would initialize
+    CUDA."""
     name, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -110,8 +111,8 @@ def random_state() -> RandomState:
 
 
 def restore_random_state(states: Sequence[RandomState], rank: int, world_size: int) -> None:
-    """From those of all ranks of the learner that saved them; that of rank 0 in a world of another
-    size."""
+    """Restore this rank's state from those of all saving ranks; rank 0's if their number
+    differs."""
     state = states[rank] if len(states) == world_size else states[0]
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -131,8 +132,8 @@ def _decoded(text: str) -> torch.Tensor:
 
 
 class CheckpointWriter:
-    """Of one rank of a learner; all ranks make theirs together, with one history. `validated` is
-    asked when older ones are deleted."""
+    """One rank's writer; all ranks create theirs together, with one history. `validated` is asked
+    when older checkpoints are deleted."""
 
     def __init__(
         self,
@@ -147,11 +148,12 @@ class CheckpointWriter:
         self._ranks = WritingRanks()
         self._is_main = self._ranks.rank == 0
         has_base = config.learner.lora is not None or config.algorithm.needs_reference
-        # At the start, since others may write to the folder while the run goes on.
+        # At the start only, since others may write to the folder during the run.
         self._base = base_digest(config.model) if self._is_main and has_base else ""
-        # A learner on a CPU takes no memory of a GPU that is there for others.
+        # A learner on a CPU uses no memory of a GPU that is there for others.
         self._has_gpu = torch.cuda.is_initialized()
-        # `DefaultStager` of torch 2.11 and 2.12 copies once only, so its part that copies is used.
+        # `DefaultStager` of torch 2.11 and 2.12 copies only once, so its copying part is used
+        # directly.
         self._stager = StateDictStager(pin_memory=self._has_gpu)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[Path] | None = None
@@ -164,18 +166,18 @@ class CheckpointWriter:
         means: Mapping[str, float] | None = None,
         flush: Callable[[], None] = lambda: None,
     ) -> Future[Path]:
-        """Copy the state, and write it in a thread; the trainer may make steps meanwhile. Waits
-        until the save before has ended.
+        """Copy the state, and write it in a thread, while the trainer may make steps. Waits until
+        the previous save has ended.
 
         Args:
-            means: of metrics, by which the best checkpoints are kept; of the first rank.
-            flush: writes what has to be on disk before the checkpoint; called here.
+            means: of metrics by which the best checkpoints are kept; used on the first rank. flush:
+            writes what must be on disk before the checkpoint; called before the copy.
 
         Returns:
-            The checkpoint, once it is durable and older ones are deleted. It raises
-            CheckpointWriteError: it cannot be written, every other checkpoint is as it was;
-            FencedError: another learner has made its history the surviving one;
-            TransportError: another rank has ended.
+            A future of the checkpoint, done once it is durable and older ones are deleted. It
+            raises CheckpointWriteError: it cannot be written, every other checkpoint is as it was;
+            FencedError: another learner has made its history the surviving one; TransportError:
+            another rank has ended.
         """
         if self._saving is not None:
             wait([self._saving])
@@ -188,17 +190,17 @@ class CheckpointWriter:
             "books": msgspec.to_builtins(state.books, str_keys=True),
             "history": msgspec.to_builtins(self._history),
             "contents": contents,
-            # Of the adapter all but these is in its tensors.
+            # The adapter's tensors hold everything else.
             "lora_alpha": learner.lora and learner.lora.alpha,
             "base": self._base,
             "means": means or {},
             "credit": trainer.state_dict(),
             "random": random_state(),
         }
-        # In memory that is kept for the next save.
+        # Into memory that the next save uses again.
         copies = self._stager.stage(tensors_of(trainer, contents), non_blocking=self._has_gpu)
         if self._has_gpu:
-            # Not for the device, where a broadcast of weights may wait for its receivers.
+            # Does not wait for the device, where a broadcast of weights may wait for its receivers.
             torch.cuda.current_stream().synchronize()
         failure: OSError | None = None
         try:
@@ -217,7 +219,7 @@ class CheckpointWriter:
         return self._saving
 
     def _say_saved(self, path: Path, took_s: float, copy_s: float) -> None:
-        """With a warning, once, if a signal would not leave a save so much time."""
+        """Log the save; warn once if a signal would not leave enough time for one."""
         log.info("saved %s in %.2f s; the step waited %.2f s", path, took_s, copy_s)
         left_s = force_s(self._config)
         if self._has_warned or took_s <= left_s:
@@ -232,7 +234,7 @@ class CheckpointWriter:
         )
 
     def close(self) -> None:
-        """Waits for the save under way."""
+        """Waits for a running save."""
         self._thread.shutdown()
         self._stager.close()
 
@@ -268,7 +270,7 @@ class CheckpointWriter:
         return path
 
     def _begin(self, folder: Path, random: Any, failure: OSError | None) -> Any:
-        """Make the folder; the random state of this rank."""
+        """Create the folder; returns this rank's random state."""
         if failure is not None:
             raise failure
         if self._is_main:
@@ -277,7 +279,7 @@ class CheckpointWriter:
         return random
 
     def _write(self, folder: Path, policy: Policy, record: Mapping[str, Any]) -> FileRecords:
-        """The manifest's lines of what this rank has written, with its shard."""
+        """Write this rank's shard; the manifest's lines of all that this rank wrote."""
         shard = folder / shard_file(self._ranks.rank)
         files = [shard] if shard.exists() else []
         if self._is_main:
@@ -289,8 +291,8 @@ class CheckpointWriter:
         return record_files(folder, files)
 
     def _commit(self, unfinished: Path, path: Path, files: list[FileRecords]) -> None:
-        """Give a complete checkpoint its name; what had it before is deleted after that, and has it
-        again where this fails."""
+        """Give a complete checkpoint its final name. A folder that had this name is deleted
+        afterwards, or gets its name back if this fails."""
         if not self._is_main:
             return
         share_weights(unfinished)

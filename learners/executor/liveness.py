@@ -1,11 +1,11 @@
-"""Whether the other ranks of a learner live: a rank that ends or freezes ends all.
+"""Watches the other ranks of a learner: if one ends or freezes, all end.
 
-Each rank sets a beat in the store of the process group every BEAT_S, from a thread of its own, and
-reads those of the others. A rank of this machine whose process has ended is lost at once, another
-one when its beat has not changed for `deadline_s`.
+Every BEAT_S, a thread of each rank sets a heartbeat in the process group's store and reads those of
+the others. A rank on this machine is lost as soon as its process has ended, any other when its
+heartbeat has not changed for `deadline_s`.
 
-Invariant: once a rank is lost, this process ends within GRACE_S with a sentence that names it, even
-if its compute thread waits in a collective operation.
+Invariant: once a rank is lost, this process ends within GRACE_S with an error that names it, even
+if its compute thread hangs in a collective operation.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _OF_COLLECTIVES = (
 
 
 class Liveness:
-    """Of the ranks that share a store; without one there is nobody to watch."""
+    """Watches the ranks that share a store; without a store there are none."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Liveness:
         self._rank = rank
         self._others = [other for other in range(num_ranks) if other != rank]
         self._deadline_s = deadline_s
-        # By rank the last beat, and when this process first saw it, in seconds.
+        # By rank: its last heartbeat, and when this process first saw it, in seconds.
         self._seen: dict[int, tuple[str, float]] = {}
         self._beat_s = time.monotonic()
         self._lost: TransportError | None = None
@@ -59,29 +59,30 @@ class Liveness:
         self._on_order: Callable[[], object] = lambda: None
 
     def start(self) -> None:
-        """With a first beat, so that a rank that ends at once is missed."""
+        """Set a first heartbeat, so that even a rank that ends at once is missed."""
         if self._store is not None and self._others:
             self._store.set(_key(self._rank), _beat_of(0))
             threading.Thread(target=self._run, name="liveness", daemon=True).start()
 
     def stop(self) -> None:
-        """From here on the others do not miss this rank, nor this rank the others."""
+        """From now on the others do not miss this rank, nor this rank the others."""
         self._parting.set()
         if self._store is not None and self._others and self._lost is None:
             with suppress(RuntimeError):
                 self._store.set(_key(self._rank), _PARTED)
 
     def order(self) -> None:
-        """Have the first rank end the learner; it hears of it within two beats."""
+        """Ask the first rank to end the learner; it sees this within two heartbeats."""
         self._is_ordered = True
 
     def on_order(self, end: Callable[[], object]) -> None:
-        """Call it, in this event loop, when another rank has given the order; of the first rank."""
+        """On the first rank: call `end` in this event loop when another rank gives that order."""
         loop = asyncio.get_running_loop()
         self._on_order = lambda: loop.call_soon_threadsafe(end)
 
     async def watch(self) -> None:
-        """Waits until a rank is lost, which a TransportError names, or until cancelled."""
+        """Waits until a rank is lost and raises a TransportError that names it; ends when
+        cancelled."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
         self._notify = lambda: loop.call_soon_threadsafe(changed.set)
         if self._lost is None:
@@ -91,12 +92,12 @@ class Liveness:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Around what may fail because a rank is lost: the error is then that which names it. Waits
-        after a failure until the lost rank is known, up to the deadline."""
+        """Wraps code that may fail because a rank is lost, and raises the error that names the rank
+        instead. After a failure it waits until the lost rank is known, up to the deadline."""
         try:
             yield
         except (RuntimeError, TransportError) as error:
-            # Not one that the program raised itself.
+            # Errors that our own code raised do not count.
             is_of_collective = isinstance(error, TransportError) or type(error) in _OF_COLLECTIVES
             if self._others and is_of_collective and not self._parting.is_set():
                 self._changed.wait(self._deadline_s + 2 * BEAT_S)
@@ -105,7 +106,7 @@ class Liveness:
             raise self._lost from error
 
     def _run(self) -> None:
-        """Until this rank parts, or another one is lost: then until GRACE_S are over."""
+        """Runs until this rank parts, or until GRACE_S after another rank is lost."""
         count = 0
         while not self._parting.wait(BEAT_S):
             count += 1
@@ -118,19 +119,19 @@ class Liveness:
                 return
 
     def _beat(self, count: int) -> str:
-        """Set this rank's beat and read the others'; why one of them is lost, or ""."""
+        """Set this rank's heartbeat and read the others'; why one of them is lost, or ""."""
         assert self._store is not None, "without a store nothing beats"
         self._store.set(_key(self._rank), _beat_of(count))
         before_s, self._beat_s = self._beat_s, time.monotonic()
         if self._beat_s - before_s > self._deadline_s / 2:
-            # This process stood still, and the others may have, as Slurm suspends them.
+            # This process stood still, and so may the others have, e.g. suspended by Slurm.
             self._seen = {}
         if self._is_ordered:
             self._store.set(_key("end"), str(self._rank))
         elif self._rank == 0 and self._store.check([_key("end")]):
             self._on_order()
         keys = [_key(other) for other in self._others]
-        # A rank that has just joined has no beat yet, and reading it would wait for one.
+        # A rank that has just joined has no heartbeat yet, and reading would block.
         if not self._seen and not self._store.check(keys):
             return ""
         beats = (value.decode() for value in self._store.multi_get(keys))
@@ -156,7 +157,7 @@ class Liveness:
         self._lost = TransportError(sentence)
         self._changed.set()
         self._notify()
-        # The daemon ends by itself, unless a thread of it waits for the rank that is lost.
+        # The daemon ends by itself, unless one of its threads waits for the lost rank.
         time.sleep(GRACE_S)
         log.critical("%s; ending at once", sentence)
         leave_record(self._lost)
@@ -164,7 +165,7 @@ class Liveness:
 
 
 def this_host() -> str:
-    """Equal where one process sees another by its id; "" if the system does not say."""
+    """Equal for processes that see each other's process ids; "" if the system does not say."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
@@ -173,12 +174,12 @@ def this_host() -> str:
 
 
 def _beat_of(count: int) -> str:
-    """Of this process."""
+    """This process's heartbeat."""
     return f"{this_host()} {os.getpid()} {count}"
 
 
 def _key(rank: int | str) -> str:
-    """Of this start of the ranks, if torchrun starts them again."""
+    """A key for this start of the ranks only: torchrun may start them again."""
     return f"streamrl/beat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
 
 

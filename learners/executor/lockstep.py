@@ -1,11 +1,12 @@
 """Commands of the first rank, executed by every rank in one order.
 
-The first rank's loop calls `run` and `fetch`; the other ranks are in `follow`. In a world of one a
-command is executed and nothing is sent. A command holds all that the other ranks do not have.
+The first rank's loop calls `run` and `fetch`; the other ranks are in `follow`. With a single rank a
+command is executed and nothing is sent. A command holds everything that the other ranks do not
+have.
 
-Invariant: a command is sent only once the one before it was executed here, so no rank waits in a
-collective operation that the others do not reach. Computation has a thread of its own. `follow`
-waits for the next command, as long as the first rank lives.
+Invariant: a command is sent only after the previous one was executed here, so no rank waits in a
+collective operation that the others do not reach. Computation runs in its own thread. `follow`
+waits for the next command as long as the first rank lives.
 """
 
 import asyncio
@@ -32,20 +33,20 @@ from streamrl.types import GroupHeader, TrajectoryGroup
 
 
 class Fetch(Struct, frozen=True, tag="fetch"):
-    """Fetch this rank's share of the groups."""
+    """Each rank: fetch your share of these groups."""
 
     headers: tuple[GroupHeader, ...]
 
 
 class Accumulate(Struct, frozen=True, tag="accumulate"):
-    """Add the gradient of these groups, which were fetched last."""
+    """Add the gradient of these groups, the ones fetched last."""
 
     headers: tuple[GroupHeader, ...]
     policy_version: int
 
 
 class Update(Struct, frozen=True, tag="update"):
-    """Make the step."""
+    """Make the optimizer step."""
 
 
 class Discard(Struct, frozen=True, tag="discard"):
@@ -76,15 +77,15 @@ TrainedPart: TypeAlias = tuple[TrainingBatch, Sequence[GroupHeader], Sequence[Tr
 Record: TypeAlias = Callable[
     [int, Sequence[tuple[Sequence[GroupHeader], Sequence[TrajectoryGroup]]]], None
 ]
-"""(version that was made, the headers and this rank's groups of each part)"""
+"""(new version; for each part of the batch, its headers and this rank's groups)"""
 
 
 @dataclass(eq=False)
 class LearnerRank:
-    """What one rank holds, and what each command does to it.
+    """One rank's trainer and callbacks; `execute` carries out each command on them.
 
-    `fetch` is the buffer's; `save` and `snapshot` are called on every rank, in lockstep. `show`
-    and `record` get what each step has trained on, of this rank's share.
+    `fetch` is the buffer's; `save` and `snapshot` are called on every rank, in lockstep. `show` and
+    `record` get this rank's share of what each step trained on.
     """
 
     trainer: Trainer
@@ -97,7 +98,7 @@ class LearnerRank:
     _parts: list[TrainedPart] = field(default_factory=list, init=False)
 
     def execute(self, command: Computation, groups: Sequence[TrajectoryGroup] = ()) -> Any:
-        """In the compute thread; `groups` are those that were fetched last."""
+        """Runs in the compute thread; `groups` are the ones fetched last."""
         match command:
             case Accumulate(headers, policy_version):
                 batch = TrainingBatch.shared(headers, groups, policy_version, self.ranks)
@@ -118,7 +119,7 @@ class LearnerRank:
                 return self.save(self.trainer, state)
 
     def _keep_step(self) -> None:
-        """Record the batch that was trained, and show samples of its first part."""
+        """Record the trained batch, and show samples of its first part."""
         parts, self._parts = self._parts, []
         batch, _, groups = parts[0]
         if self.record is not None:
@@ -137,8 +138,9 @@ GIVE_UP_S = 4.0
 
 
 class Lockstep:
-    """`ranks` are all of the learner's; `liveness` explains a collective operation that failed;
-    `moves_parameters`: a computation changes what they hold and changes it back."""
+    """Runs commands on every rank. `ranks` are all ranks of the learner; `liveness` explains a
+    failed collective operation; `moves_parameters`: some computations replace parameters for a
+    while and restore them."""
 
     def __init__(
         self,
@@ -160,9 +162,10 @@ class Lockstep:
         return self._ranks.count
 
     async def run(self, command: Computation, groups: Sequence[TrajectoryGroup] = ()) -> Any:
-        """What the first rank returns; `groups` are those of its share.
+        """Execute a command on every rank; the first rank's result. `groups` are the first rank's
+        share.
 
-        Waits for its end, signals or not: a step is never torn.
+        Waits for its end even after a signal: a step is never cut short.
         """
 
         def work() -> Any:
@@ -175,10 +178,10 @@ class Lockstep:
     async def accumulate(
         self, command: Accumulate, groups: Sequence[TrajectoryGroup], stopping: asyncio.Event
     ) -> bool:
-        """Whether the gradient was added, which is given up GIVE_UP_S after `stopping` is set.
+        """Add a gradient; false if it was given up, GIVE_UP_S after `stopping` was set.
 
-        What follows is then executed in another thread. Not with several ranks, nor where
-        parameters move: the other thread would find them in the middle of that.
+        Later commands then run in a new thread. Not given up with several ranks, nor with
+        `moves_parameters`: the new thread would find parameters half moved.
         """
         adding = asyncio.ensure_future(self.run(command, groups))
         if self._can_give_up and not await ends_in_time(adding, stopping, GIVE_UP_S):
@@ -190,10 +193,10 @@ class Lockstep:
         return True
 
     async def fetch(self, headers: Sequence[GroupHeader]) -> tuple[TrajectoryGroup, ...]:
-        """The first rank's share of these groups, once every rank has its own.
+        """The first rank's share of these groups, once every rank has fetched its own.
 
         Raises:
-            StreamRLError: of the first rank that could not fetch; then no rank keeps groups.
+            StreamRLError: from the first rank that could not fetch; no rank keeps groups then.
         """
         command = Fetch(tuple(headers))
         async with self._order:
@@ -225,7 +228,7 @@ class Lockstep:
     async def _fetch(
         self, command: Fetch
     ) -> tuple[tuple[TrajectoryGroup, ...], Sequence[ErrorReply]]:
-        """This rank's groups, in the order of the batch, and the failures of all ranks."""
+        """This rank's groups in batch order, and the failures of all ranks."""
         groups: tuple[TrajectoryGroup, ...] = ()
         failed: tuple[ErrorReply, ...] = ()
         headers = share(command.headers, self._rank.ranks.count, self._rank.ranks.index)
@@ -245,7 +248,7 @@ class Lockstep:
 
 
 def _make_thread() -> ThreadPoolExecutor:
-    """Its GPU is that of this thread: by itself a thread begins with the first one."""
+    """The compute thread, on this thread's GPU; a new thread would use GPU 0."""
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     begin = None if gpu is None else partial(torch.cuda.set_device, gpu)
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute", initializer=begin)

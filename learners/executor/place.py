@@ -1,6 +1,6 @@
-"""A learner rank's place: the mesh, who exchanges what, and who watches whom.
+"""Where a learner rank stands: its mesh, the groups it exchanges data with, its liveness watch.
 
-Invariant: a learner without torchrun opens no socket, and joins a group of its own only where
+Invariant: a learner without torchrun opens no socket. It makes a process group of one only if
 offloaded parameters need a mesh.
 """
 
@@ -24,7 +24,7 @@ _RENDEZVOUS = timedelta(minutes=5)
 
 @dataclass(frozen=True, eq=False)
 class RankPlace:
-    """`all` are the learner's ranks, for commands; `data` those that have other trajectories."""
+    """`all` are all ranks of the learner, for commands; `data` the ranks that divide the batch."""
 
     all: Ranks
     data: Ranks
@@ -47,7 +47,7 @@ class RankPlace:
 
 
 def join(settings: LearnerSettings) -> RankPlace:
-    """Join the ranks that torchrun started; waits until all are there.
+    """Join the ranks that torchrun started. Waits until all are there.
 
     Raises:
         ConfigError: the sizes of `learner.mesh`, or the batch, do not fit so many ranks.
@@ -62,7 +62,7 @@ def join(settings: LearnerSettings) -> RankPlace:
     if num_ranks == 1:
         device = device_of(settings.device)
         if device.type == "cuda" and device.index is not None:
-            # For what names no device: streams, events, random numbers, kernels of Triton.
+            # For code that names no device: streams, events, random numbers, Triton kernels.
             torch.cuda.set_device(device)
         needs_shards = settings.offload.parameters or settings.offload.reference
         mesh = make_mesh(settings.mesh, device) if needs_shards else None
@@ -84,7 +84,8 @@ def join(settings: LearnerSettings) -> RankPlace:
 
 
 def data_ranks(mesh: Mesh) -> Ranks:
-    """Those at this rank's position in their sequence x tensor block, which has one share."""
+    """The ranks at this rank's position in their sequence x tensor block; each block trains one
+    share of the batch."""
     block = mesh.world_size // mesh.num_data
     groups = [
         dist.new_group(list(range(position, mesh.world_size, block)), backend="gloo")

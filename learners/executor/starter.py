@@ -1,10 +1,10 @@
-"""The ranks of a learner on this machine, as processes: what `streamrl torchrun` is on several.
+"""Starts the ranks of a learner on this machine; on several machines `streamrl torchrun` does it.
 
-Every rank is told of a signal; the first one decides, and ends the others.
+Every rank gets a signal; the first rank decides what to do and ends the others.
 
-Invariant: when a rank fails all end, by themselves or GRACE_S later, and the exit code and the
-sentence are those of a rank that says why. Waits for the ranks to end; they end by themselves when
-this process is gone.
+Invariant: when one rank fails all end, by themselves or GRACE_S later; the exit code and message
+come from a rank that says why. Waits for the ranks to end; they end by themselves if this process
+is gone.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def is_starter(settings: LearnerSettings) -> bool:
-    """Whether this process is none of the ranks, and has to start them."""
+    """Whether this process is not a rank itself and has to start the ranks."""
     return settings.num_ranks > 1 and "RANK" not in os.environ
 
 
@@ -41,14 +41,14 @@ async def start_ranks(config: RunConfig, shutdown: Shutdown) -> None:
     """Start the ranks, with this process's command line, and wait for them.
 
     Raises:
-        StreamRLError: a rank failed; of the failure's kind, with its sentence.
+        StreamRLError: a rank failed; with the kind and message of its error.
     """
     num_ranks = config.learner.num_ranks
     store = TCPStore(HOST, 0, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
     with ExitStack() as stack:
         pipes = [stack.enter_context(ErrorPipe()) for _ in range(num_ranks)]
         ranks = [await _start(rank, num_ranks, store.port, pipe) for rank, pipe in enumerate(pipes)]
-        # It ends after the ranks, of which each has this time.
+        # Each rank takes up to its own limit, and this process ends after them.
         shutdown.allow(2 * LATE_S)
         forwarding = asyncio.create_task(_forward(shutdown, ranks, force_s(config) + LATE_S))
         try:
@@ -57,7 +57,7 @@ async def start_ranks(config: RunConfig, shutdown: Shutdown) -> None:
             forwarding.cancel()
         codes = {rank: process.returncode or 0 for rank, process in enumerate(ranks)}
         if shutdown.requested.is_set():
-            # Where a signal comes before a rank listens to any, there is nothing to be lost.
+            # A signal may come before a rank handles any; then nothing is lost.
             codes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
         if any(codes.values()):
             raise failure(codes, [pipe.read() for pipe in pipes])
@@ -78,7 +78,7 @@ async def _start(rank: int, num_ranks: int, port: int, pipe: ErrorPipe) -> Proce
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": str(max(1, threads // num_ranks)),
     }
-    # In a session of its own, so that Ctrl-C in the terminal signals this process only.
+    # In its own session, so that Ctrl-C in the terminal signals this process only.
     return await asyncio.create_subprocess_exec(
         *(sys.executable, *sys.argv),
         start_new_session=True,
@@ -88,7 +88,7 @@ async def _start(rank: int, num_ranks: int, port: int, pipe: ErrorPipe) -> Proce
 
 
 async def _forward(shutdown: Shutdown, ranks: Sequence[Process], within_s: float) -> None:
-    """Waits for a signal, which the ranks get; those that still run after `within_s` are killed."""
+    """Waits for a signal and passes it to the ranks; kills those still running after `within_s`."""
     await shutdown.requested.wait()
     _signal(ranks, signal.SIGTERM)
     await asyncio.sleep(within_s)
@@ -102,7 +102,8 @@ def _signal(ranks: Sequence[Process], number: signal.Signals) -> None:
 
 
 async def _wait(ranks: Sequence[Process], deadline_s: float) -> None:
-    """Until all have ended; once one has failed the others are killed after `deadline_s`."""
+    """Waits until all ranks have ended; once one fails, the others are killed after
+    `deadline_s`."""
     tasks = {asyncio.create_task(rank.wait()) for rank in ranks}
     running = tasks
     while running and not any(task.result() for task in tasks - running):
@@ -114,8 +115,8 @@ async def _wait(ranks: Sequence[Process], deadline_s: float) -> None:
 
 
 def failure(codes: Mapping[int, int], records: Sequence[ErrorRecord | None]) -> StreamRLError:
-    """That of a rank which did not fail because of another one, if it said why; `codes` are the
-    exit codes by rank."""
+    """The error of a rank that failed by itself rather than because of another, if one said why;
+    `codes` are the exit codes by rank."""
     said = [record for record in records if record is not None]
     own = [record for record in said if record.exit_code != EXIT_UNREACHABLE]
     for record in (*own, *said):

@@ -1,9 +1,9 @@
-"""Credit: from the rewards that were recorded to an advantage for every response token.
+"""Credit assignment: from recorded rewards to an advantage for every response token.
 
     recorded reward -> shaping -> token rewards (less KL) -> advantage estimator
 
-Invariant: a function of the batch, the `algorithm:` section and the state below, which is part of a
-checkpoint. An episode of several segments is credited as one.
+Invariant: credit depends on the batch, the `algorithm:` section and the state below alone;
+checkpoints save that state. An episode of several segments is credited as one.
 Shapes: R response tokens, E episodes, S trajectories.
 """
 
@@ -39,11 +39,11 @@ def mini_batches(
 ) -> list[list[int]]:
     """The trajectories of each update, by their index in the batch, in the order of the updates.
 
-    The same in a run that resumes. Groups are whole; an epoch trains each of them once.
+    A resumed run makes the same ones. Groups are not split; an epoch trains each group once.
 
     Args:
         seed: of the run.
-        resampled: the trajectories that take the place of the batch's, with repetitions.
+        resampled: trajectories to train instead of all the batch's, possibly repeated.
     """
     indices = range(len(batch.lengths)) if resampled is None else resampled
     group_of = batch.group_indices.tolist()
@@ -64,10 +64,10 @@ class CreditAssignment:
     advantages: torch.Tensor
     """[R]"""
     returns: torch.Tensor | None
-    """[R] what a critic is trained towards; None without one."""
+    """[R] the critic's training targets; None without a critic."""
     loss_mask: torch.Tensor | None
-    """[R] bool; false for prompts that are too easy or too hard, for trajectories that a limit cut,
-    if these are masked, and for turns that the environment left out. None keeps all."""
+    """[R] bool; false for prompts that are too easy or too hard, truncated trajectories (if
+    masked), and turns that the environment left out. None keeps all."""
     sample_weights: torch.Tensor | None
     """[S], or None for 1."""
     metrics: dict[str, float]
@@ -95,10 +95,10 @@ class CreditAssigner:
         teacher_logprobs: torch.Tensor | None = None,
         ranks: Ranks | None = None,
     ) -> CreditAssignment:
-        """Credit for the whole batch, the same on all ranks, which call it together.
+        """Credit for the whole batch. All ranks call it together and get the same result.
 
-        The log-probabilities [R] are for KL in the reward, those of the proximal policy for opob,
-        otb and teachers, too; the values [R] are for gae.
+        KL in the reward needs both proximal and reference log-probabilities [R]; opob, otb and
+        teachers need the proximal ones; gae needs the values [R].
         """
         config, episodes = self._config, batch.episodes
         sequences = episodes.sequences
@@ -150,7 +150,8 @@ class CreditAssigner:
     def _baseline(
         self, batch: TrainingBatch, returns: torch.Tensor, ranks: Ranks
     ) -> torch.Tensor | None:
-        """[E] what an episode's return [E] is compared with, if that is no number of the batch."""
+        """[E] the baseline of each episode's return [E], if it does not come from the batch
+        itself."""
         if self._config.needs_greedy_rewards:
             return batch.episodes.each(batch.greedy_rewards)
         if self._roles is None:
@@ -162,14 +163,14 @@ class CreditAssigner:
 
     def _role_metrics(self) -> dict[str, float]:
         known = {} if self._roles is None else self._roles.values
-        # An environment of one's own is named without folders.
+        # A user's environment is named without its folders.
         short = {"/".join(role.split("/")[-2:]): value for role, value in known.items()}
         return {f"advantage/baseline/{role}": value for role, value in short.items()}
 
     def _advantages(
         self, given: AdvantageInput, teacher_logprobs: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """[R] of the reward, of the teachers, or of both, and what teachers are measured by."""
+        """[R] advantages from the reward, the teachers or both, and the teachers' metrics."""
         config, settings = self._config, self._config.distillation
         advantages = torch.zeros_like(given.token_rewards)
         if config.reads_rewards:
@@ -194,12 +195,12 @@ class CreditAssigner:
         self._running.load_state_dict(state)
         if self._roles is not None:
             self._roles.load_state_dict(state)
-        # A coefficient that is not adapted is the configuration's, also after it has changed.
+        # A fixed coefficient is the configuration's, even if that has changed since.
         if self._kl.is_adaptive:
             self._kl.value = state.get("kl_coef") or self._kl.value
 
     def _normalization_groups(self, batch: TrainingBatch) -> torch.Tensor:
-        """[S] equal for the trajectories whose rewards are normalized together."""
+        """[S] equal for trajectories whose rewards are normalized together."""
         agentic = self._config.reward.agentic
         match agentic.grouping if agentic else "state":
             case "batch":

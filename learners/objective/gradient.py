@@ -1,9 +1,9 @@
 """The gradient of a step: for each micro-batch a forward pass, correction, loss, backward pass.
 
-Invariant: the gradient and the metrics are those of the whole batch however it was cut, because
-every denominator counts the tokens and trajectories of all micro-batches of all ranks. A batch that
-comes in parts has the denominators of the parts so far; each further part scales what was
-accumulated. A sequence with a number that is not finite is in neither.
+Invariant: gradient and metrics are the same however the batch was cut, because every denominator
+counts the tokens and trajectories of all micro-batches on all ranks. For a batch in parts,
+denominators count the parts so far, and each new part rescales what was accumulated. A sequence
+with a number that is not finite counts in neither.
 Shapes: R response tokens of a micro-batch.
 """
 
@@ -46,8 +46,8 @@ from streamrl.config import RunConfig
 
 
 class SeenWeights:
-    """The importance weights that the loss has used, for the samples of a step: of the first part
-    of a batch, of the last update that each trajectory was in. On the device until asked for."""
+    """The importance weights that the loss used, for the step's samples: of a batch's first part,
+    from the last update of each trajectory. They stay on the device until taken."""
 
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
@@ -55,19 +55,19 @@ class SeenWeights:
         self._rows: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...] = ()
 
     def begin(self, *, is_first: bool) -> None:
-        """A part of a batch begins."""
+        """Begin a part of a batch."""
         self._is_first = is_first
         self._rows = () if is_first else self._rows
 
     def add(self, micro_batch: MicroBatch, weights: torch.Tensor | None) -> None:
-        """[R] of its response tokens; None where there is no correction."""
+        """Add the weights [R] of a micro-batch; None if there is no correction."""
         if weights is None or not self._is_on or not self._is_first or micro_batch.is_empty:
             return
         own = (micro_batch.members, micro_batch.sequences.lengths, weights.detach().float().clone())
         self._rows = (*self._rows, own)
 
     def take(self) -> Mapping[int, NDArray[np.float32]]:
-        """[response tokens] by the trajectory's number in the part; waits for the device."""
+        """Weights [response tokens] by the trajectory's index in the part. Waits for the device."""
         rows, self._rows = self._rows, ()
         return {
             member: own
@@ -87,21 +87,21 @@ Work: TypeAlias = tuple[tuple[MicroBatch, Targets], ...]
 
 @dataclass(frozen=True, eq=False)
 class Accumulated:
-    """What `.grad` holds of a batch: all of it, or its parts so far."""
+    """What `.grad` holds: the gradient of a batch, or of its parts so far."""
 
     work: Work
-    """The micro-batches of this rank, each with the table of its part."""
+    """This rank's micro-batches, each with the targets of its part."""
     num_given: int
-    """Sequences of this rank, with those that are not finite and in no micro-batch."""
+    """This rank's sequences, including non-finite ones, which are in no micro-batch."""
     totals: BatchTotals
     terms: dict[str, torch.Tensor]
-    """Metrics, with the denominators of `totals`."""
+    """Metrics, divided by `totals`."""
     statistics: RolloutISStatistics | None
-    """Of the corrections; None if each was off, or was made for the update as a whole."""
+    """Statistics of the corrections; None if there were none, or one for the update as a whole."""
 
 
 class Gradient:
-    """Of the objective in the `algorithm:` section, for the policy and the critic."""
+    """Computes the gradient of the objective in the `algorithm:` section, for policy and critic."""
 
     def __init__(
         self,
@@ -144,8 +144,8 @@ class Gradient:
         return self._add(kept, None, num_given)[0]
 
     def _finite(self, work: Work, is_finite: Sequence[torch.Tensor]) -> Work:
-        """The work without the sequences for which [S] is false, on every rank if there is one on
-        any; the work itself if there is none, or if no rank had a sequence left."""
+        """The work without non-finite sequences (false in [S]), rebuilt on every rank if any rank
+        has one. The work itself if there are none, or if nothing would be left on any rank."""
         known = torch.cat([mask.to(is_finite[-1].device) for mask in is_finite]).cpu()
         counts = torch.tensor([int(known.sum()), len(known)])
         num_finite, num_all = self._ranks.sum(counts).tolist()
@@ -156,8 +156,8 @@ class Gradient:
     def _add(
         self, work: Work, previous: Accumulated | None, num_given: int
     ) -> tuple[Accumulated, list[torch.Tensor]]:
-        """What is accumulated after this work, and [S] for each micro-batch of it, whether its
-        sequences are finite."""
+        """Forward and backward passes over `work`: what is accumulated then, and for each
+        micro-batch [S], whether its sequences are finite."""
         slices = [(m, targets.select(m)) for m, targets in work]
         totals = self._totals(BatchTotals.of(m.sequences, t.mask_of(m)) for m, t in work)
         observed = None
@@ -185,14 +185,14 @@ class Gradient:
         return accumulated, is_finite
 
     def _totals(self, mine: Iterable[BatchTotals]) -> BatchTotals:
-        """Of these and those of the other ranks."""
+        """The sum over these totals and those of the other ranks."""
         return reduce(add, self._ranks.gather(reduce(add, mine)))
 
     def with_critic(
         self, accumulated: Accumulated, micro_batches: Sequence[MicroBatch], targets: Targets
     ) -> Accumulated:
-        """Add the gradient of the critic, and its terms, for a whole batch or update: of the
-        sequences in these micro-batches of its own that the policy's gradient is of."""
+        """Add the critic's gradient and metrics for a whole batch or update, over its own
+        micro-batches, but only the sequences that the policy's gradient contains."""
         assert self._critic is not None, "who has its micro-batches has one"
         trained = torch.cat([m.members for m, _ in accumulated.work])
         terms = [accumulated.terms]
@@ -217,7 +217,7 @@ class Gradient:
         return replace(accumulated, terms=_total(terms))
 
     def metrics(self, accumulated: Accumulated) -> dict[str, float]:
-        """Under their public names, of all ranks."""
+        """Metrics over all ranks, under their public names."""
         num_nonfinite = accumulated.num_given - num_sequences(accumulated.work)
         mine = {
             **{name: float(value) for name, value in accumulated.terms.items()},
@@ -234,9 +234,9 @@ class Gradient:
         return {**terms, **statistics.metrics(self._algorithm.rollout_is)}
 
     def _rescale(self, previous: Accumulated, totals: BatchTotals) -> dict[str, torch.Tensor]:
-        """The terms of the previous parts, and `.grad`, with the denominators of `totals`.
+        """Rescale `.grad` and the metrics of the previous parts to the denominators of `totals`.
 
-        A critic has whole batches only: its advantage is whitened over them.
+        The critic needs no rescaling: its advantage is whitened over whole batches.
         """
         rescaling = Rescaling.of(self._algorithm, previous.totals, totals)
         for parameter in self._policy.parameters().values():
@@ -251,8 +251,8 @@ class Gradient:
         totals: BatchTotals,
         observed_totals: BatchTotals | None,
     ) -> tuple[dict[str, torch.Tensor], RolloutISStatistics | None, torch.Tensor]:
-        """This micro-batch's share of the metrics, the statistics of its own correction, and [S],
-        whether its sequences are finite."""
+        """Forward and backward pass of one micro-batch: its share of the metrics, the statistics of
+        its own correction, and [S], whether its sequences are finite."""
         taught = targets.taught
         candidates = None if taught is None else taught.candidates()
         current = self._passes.training(micro_batch, candidates)
@@ -304,8 +304,8 @@ class Gradient:
     def _weights(
         self, micro_batch: MicroBatch, targets: Targets, logprobs: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, RolloutISStatistics | None]:
-        """Importance weights [R], the loss mask [R], and the statistics of a correction that is
-        made here."""
+        """Importance weights [R], loss mask [R], and the statistics of the correction if it is
+        computed here rather than for the whole update."""
         if targets.importance_weights is not None:
             return targets.importance_weights, targets.loss_mask, None
         found = correct(
@@ -322,7 +322,7 @@ class Gradient:
     def _teacher_kl(
         self, logprobs: torch.Tensor | None, taught: Likeliest | None
     ) -> torch.Tensor | None:
-        """[R] over the teacher's candidates, from the policy's log-probabilities [M] of them."""
+        """KL [R] over the teacher's candidates, from the policy's log-probabilities [M] of them."""
         settings = self._algorithm.distillation
         if logprobs is None or taught is None or settings is None:
             return None
@@ -340,7 +340,8 @@ class Gradient:
 
 
 def _backward_of_nothing(*columns: torch.Tensor | None) -> None:
-    """The backward pass of empty columns: no gradient, and the collectives of the other ranks."""
+    """A backward pass over empty columns: no gradient, but it joins the other ranks'
+    collectives."""
     sums = [column.sum() for column in columns if column is not None]
     torch.stack(sums).sum().backward()
 

@@ -1,4 +1,5 @@
-"""The log-probabilities of tokens under the learner's own weights of the version that sampled them.
+"""Rescoring: log-probabilities of tokens under the learner's weights of the version that sampled
+them.
 
 They tell engine mismatch from policy lag (`split` of `streamrl.algorithms.rollout_is.rejection`),
 at the cost of a pass without gradient for each version that sampled tokens of the chosen groups,

@@ -14,24 +14,24 @@ from streamrl.metrics import Merge, Writer, find
 from streamrl.types.rollouts import ALIKE_WITHIN
 
 MASKED = "learner/num_masked_updates"
-"""Updates that were not made, because no token contributed to the loss."""
+"""Updates that were skipped because no token contributed to the loss."""
 
 
 @dataclass(frozen=True, eq=False)
 class BatchPart:
-    """A part of a batch whose gradient is accumulated, or the whole of it."""
+    """A part of a batch, or a whole batch, whose gradient has been accumulated."""
 
     batch: TrainingBatch
     targets: Targets
     means: dict[str, float]
-    """Metrics that came with its targets: means over its trajectories, or of a whole batch."""
+    """Metrics that came with the targets: means over the trajectories."""
     mini_batches: list[list[int]]
     """The trajectories of each update."""
     train_s: float
 
 
 def of_batch(parts: Sequence[BatchPart]) -> dict[str, float]:
-    """Metrics of rewards, lengths and advantages."""
+    """Metrics of the batch: rewards, lengths and advantages."""
     counts = [len(part.batch.episodes) for part in parts]
     means = {
         name: sum(n * part.means[name] for n, part in zip(counts, parts, strict=True)) / sum(counts)
@@ -63,9 +63,9 @@ def of_batch(parts: Sequence[BatchPart]) -> dict[str, float]:
 
 
 def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of all updates of a step, as the catalogue says: sums of counts, and of extremes the largest
-    or smallest. Others are means over the updates that were made, or over all where those lack a
-    metric, such as one of a staleness."""
+    """Metrics of all updates of a step, combined as the catalogue says: counts are summed, extremes
+    are the largest or smallest. Others are means over the updates that were made, or over all if
+    those lack the metric."""
     names = dict.fromkeys(name for update in updates for name in update)
     return {
         **{name: _together(name, updates) for name in names},
@@ -93,10 +93,9 @@ def _together(name: str, updates: Sequence[Mapping[str, float]]) -> float:
 
 
 def of_work(parts: Sequence[BatchPart], max_tokens: int, update_s: float) -> dict[str, float]:
-    """What the step computed in micro-batches of `max_tokens`, and for how long; waiting between
-    the parts is not included.
+    """What the step computed, and for how long; waits between parts are not included.
 
-    Tokens are those of all ranks, micro-batches those of one.
+    Tokens are counted over all ranks, micro-batches on one.
     """
     num_tokens = sum(sum(part.batch.lengths) for part in parts)
     train_s = update_s + sum(part.train_s for part in parts)
@@ -112,7 +111,7 @@ def of_work(parts: Sequence[BatchPart], max_tokens: int, update_s: float) -> dic
 
 
 def _reward_spreads(batch: TrainingBatch) -> torch.Tensor:
-    """[groups] of the batch: the largest reward of each less its smallest."""
+    """[groups] the largest reward of each group less its smallest."""
     indices = batch.episodes.each(batch.group_indices)
     rewards = batch.episodes.each(batch.rewards)
     of_none = rewards.new_zeros(int(indices.max()) + 1)

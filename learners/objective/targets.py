@@ -1,19 +1,19 @@
-"""The targets of a batch: what the loss of each token is computed from, besides the network.
+"""The targets of a batch: all that a token's loss is computed from, besides the network.
 
-They are known before the first backward pass:
+They are computed before the first backward pass:
 
     passes without gradient (proximal, reference, values) -> credit -> one table
 
-Invariant: one row per response token (or trajectory) in every column, in the order of the batch;
-every rank has all rows, so what compares trajectories is right however they are divided among the
-ranks. A pass that no setting uses is not made.
+Invariant: every column has one row per response token (or trajectory), in batch order. Every rank
+has all rows, so comparisons between trajectories do not depend on how ranks divide them. A pass
+that no setting needs is not made.
 Shapes: R response tokens, S trajectories.
 
-Sequences with a number that is not finite leave the batch, and the step is made of the others. A
-mask is not enough: in the backward pass such a row reaches the weights that all rows share, since
-0 * NaN is NaN. So the sequence is taken out of its micro-batch, and what was accumulated of the
-batch is computed anew without it, by all ranks together. A batch of which no sequence is finite
-stays as it is; its gradient is not finite, and its update is skipped and counted.
+Sequences with a number that is not finite are removed, and the step uses the others. A mask is not
+enough: 0 * NaN is NaN, so in the backward pass such a row would reach the weights that all rows
+share. So the sequence is removed from its micro-batch, and all ranks compute the batch's gradient
+again without it. A batch without any finite sequence is left alone; its gradient is not finite, and
+its update is skipped and counted.
 """
 
 import logging
@@ -57,18 +57,18 @@ def correct(
 ) -> RolloutIS:
     """The correction of these tokens [R] by `algorithm.rollout_is`.
 
-    Rejection and veto act under every `algorithm.proximal`; other weights than 0 and 1 do not where
-    the ratio of the loss is the importance ratio itself. What tokens that are taken out count for
-    in the denominators is said by `normalize_by` alone.
+    Rejection and veto act under every `algorithm.proximal`; weights other than 0 and 1 do not where
+    the ratio of the loss is itself the importance ratio. Only `normalize_by` decides how tokens
+    that are taken out count in the denominators.
 
     Args:
-        logprobs: under the policy at the start of the batch for proximal `recompute`, else under
-            the current one.
-        advantages: 0 for tokens that are not trained; of a batch that is corrected as a whole.
+        logprobs: under the policy at the start of the batch if proximal is `recompute`, else under
+            the current policy.
+        advantages: 0 for tokens that are not trained; given if a batch is corrected as a whole.
         rescored_logprobs: see `Targets`.
     """
     train = logprobs.detach()
-    # With `behavior` there is no proximal policy of its own: the current one is compared.
+    # With `behavior` there is no separate proximal policy: the current one is compared.
     if config.proximal not in ("recompute", "behavior"):
         train = proximal_logprobs(config.proximal, logprobs, behavior_logprobs, staleness)
     found = rollout_is_weights(
@@ -90,10 +90,10 @@ class PolicyPasses:
     what the loss needs. A micro-batch has the same numbers in every pass, and at most one graph
     exists.
 
-    Where both ask, the pass over the first micro-batch comes last and keeps its graph, which the
-    gradient then begins with: what fits into one micro-batch is computed once. A sharded network
-    keeps none, since its parameters stay gathered until the backward pass; nor does one with
-    dropout, which acts in passes with gradient alone.
+    If both ask, the pass over the first micro-batch comes last and keeps its graph, and the
+    gradient begins with it; so a batch that fits into one micro-batch is computed once. A sharded
+    network keeps no graph, since its parameters would stay gathered until the backward pass; nor
+    does one with dropout, which acts only in passes with gradient.
     """
 
     def __init__(self, config: RunConfig, policy: Policy, reference: Policy | None) -> None:
@@ -106,13 +106,13 @@ class PolicyPasses:
         self._with_observed = algorithm.echo_coef > 0
         lora = config.learner.lora
         has_dropout = lora is not None and lora.dropout > 0
-        # The candidates of a teacher are part of the targets, which come after that pass.
+        # A teacher's candidates are part of the targets, which come after that pass.
         self._keeps_graph = not has_dropout and not algorithm.num_taught
         self._kept: tuple[MicroBatch, NetworkOutput] | None = None
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
-        """[R of the whole batch] in nats, on the CPU; `num_tokens` is R. The gradient of the same
-        micro-batches comes next."""
+        """Log-probabilities [R of the whole batch] in nats, on the CPU; `num_tokens` is R. Call it
+        just before the gradient of the same micro-batches."""
         self._kept = None
         if not self._keeps_graph or isinstance(self._policy.network, FSDPModule):
             return self._policy.batch_logprobs(micro_batches, num_tokens)
@@ -125,8 +125,8 @@ class PolicyPasses:
         return logprobs
 
     def training(self, micro_batch: MicroBatch, taught: Candidates | None = None) -> NetworkOutput:
-        """The pass that the loss is computed from; `taught` are the candidates of a teacher.
-        ConfigError if a generator did not record the likeliest tokens."""
+        """The pass with gradient that the loss is computed from; `taught` are a teacher's
+        candidates. ConfigError if a generator did not record the likeliest tokens."""
         kept, self._kept = self._kept, None
         if kept is not None and kept[0] is micro_batch:
             return kept[1]
@@ -162,7 +162,7 @@ Rest = TypeVar("Rest")
 
 
 def finite_sequences(sequences: Sequences, *columns: torch.Tensor | None) -> torch.Tensor:
-    """[S] bool, whether every number of a sequence is finite in the columns [R] that there are."""
+    """[S] bool, whether all of a sequence's numbers in the given columns [R] are finite."""
     nonfinite = [~column.detach().isfinite() for column in columns if column is not None]
     if not nonfinite:
         return torch.ones(len(sequences), dtype=torch.bool)
@@ -172,7 +172,7 @@ def finite_sequences(sequences: Sequences, *columns: torch.Tensor | None) -> tor
 def without_nonfinite(
     work: Sequence[tuple[MicroBatch, Rest]], is_finite: Sequence[torch.Tensor]
 ) -> tuple[tuple[MicroBatch, Rest], ...]:
-    """As many micro-batches without the sequences for which [S] is false; each is logged."""
+    """The same number of micro-batches without the sequences for which [S] is false; logs each."""
     for (micro_batch, _), mask in zip(work, is_finite, strict=True):
         for i in (~mask).nonzero()[:, 0].tolist():
             log.warning(
@@ -203,32 +203,32 @@ class Targets:
     """Policy versions between sampling and training."""
     advantages: torch.Tensor
     rewards: torch.Tensor
-    """[S] as recorded."""
+    """[S] as recorded by the generator."""
     sample_weights: torch.Tensor | None
     """[S]"""
     loss_mask: torch.Tensor | None
     """bool; None keeps all."""
     importance_weights: torch.Tensor | None
-    """None: each update computes its own."""
+    """None if each update computes its own."""
     proximal_logprobs: torch.Tensor | None
-    """Of the policy at the start of the batch, for `proximal` recompute; None: the training pass
-    of the only update yields them."""
+    """Under the policy at the start of the batch, for proximal `recompute`; None if the training
+    pass of the only update yields them."""
     rescored_logprobs: torch.Tensor | None
-    """Of the learner at the version that sampled a token; NaN where it is not known."""
+    """Under the learner's weights of the version that sampled the token; NaN if unknown."""
     reference_logprobs: torch.Tensor | None
     taught: Likeliest | None
-    """[R, K] of the teacher, in the rows of this rank's trajectories."""
+    """[R, K] the teacher's candidates, in the rows of this rank's trajectories."""
     old_values: torch.Tensor | None
-    """Of the critic, before the step."""
+    """The critic's values before the step."""
     returns: torch.Tensor | None
-    """What the critic is trained towards."""
+    """The critic's training targets."""
     is_finite: torch.Tensor
-    """[S] bool, false where a pass without gradient found a number that is not finite: no loss may
-    count the sequence."""
+    """[S] bool, false if a pass without gradient found a number that is not finite: no loss may
+    count that sequence."""
 
     @property
     def trained_advantages(self) -> torch.Tensor:
-        """[R] 0 for tokens that are left out of the loss."""
+        """[R] advantages, 0 for tokens that are left out of the loss."""
         if self.loss_mask is None:
             return self.advantages
         return torch.where(self.loss_mask, self.advantages, 0.0)
@@ -236,8 +236,8 @@ class Targets:
     def with_correction(
         self, rows: torch.Tensor, weights: torch.Tensor | None, mask: torch.Tensor | None
     ) -> "Targets":
-        """The targets of an update on these rows, with the terms of a correction that was made for
-        it as a whole; see `RolloutIS.loss_terms`."""
+        """The targets of an update on these rows, with the result of one correction for the whole
+        update; see `RolloutIS.loss_terms`."""
         all_weights = torch.ones_like(self.behavior_logprobs)
         all_kept = torch.ones_like(all_weights, dtype=torch.bool)
         if weights is not None:
@@ -247,13 +247,13 @@ class Targets:
         return replace(self, importance_weights=all_weights, loss_mask=self.masked(all_kept))
 
     def masked(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """The loss mask without the tokens that a correction takes out; None keeps all."""
+        """The loss mask without the tokens that the correction takes out; None keeps all."""
         if mask is None or self.loss_mask is None:
             return self.loss_mask if mask is None else mask
         return self.loss_mask & mask
 
     def select(self, micro_batch: MicroBatch) -> "Targets":
-        """The rows of this micro-batch, on its device."""
+        """The rows that belong to this micro-batch, on its device."""
 
         def rows_of(name: str) -> Any:
             column: torch.Tensor | Likeliest | None = getattr(self, name)
@@ -263,13 +263,13 @@ class Targets:
         return Targets(**{field.name: rows_of(field.name) for field in fields(self)})
 
     def mask_of(self, micro_batch: MicroBatch) -> torch.Tensor | None:
-        """The loss mask of this micro-batch, where it is counted without waiting for a GPU."""
+        """This micro-batch's loss mask on the CPU, where counting does not wait for a GPU."""
         return None if self.loss_mask is None else self.loss_mask[micro_batch.responses]
 
 
 @dataclass(frozen=True, eq=False)
 class TargetCollector:
-    """Makes the table of each batch; `credit` keeps its state from batch to batch."""
+    """Computes the targets of each batch; `credit` keeps its state from batch to batch."""
 
     config: RunConfig
     credit: CreditAssigner
@@ -284,8 +284,8 @@ class TargetCollector:
     def collect(
         self, batch: TrainingBatch, micro_batches: list[MicroBatch]
     ) -> tuple[Targets, dict[str, float]]:
-        """The table of a batch that is cut into these micro-batches, and its metrics; a role with a
-        limit of its own cuts it anew."""
+        """The targets of a batch cut into these micro-batches, and their metrics. A model with its
+        own `max_tokens_per_forward_pass` gets its own cut."""
         config, num_tokens = self.config.algorithm, batch.sequences.num_tokens
 
         def cut(max_tokens: int | None) -> list[MicroBatch]:
@@ -300,7 +300,7 @@ class TargetCollector:
             passes = self.critic.micro_batches(batch, micro_batches, limit=limits.values)
             values = self.ranks.sum(self.critic.batch_values(passes, num_tokens))
         teacher, taught = self.teachers.score(batch) if self.teachers else (None, None)
-        # Before the pass whose graph the gradient begins with: it moves the weights and back.
+        # Before the pass whose graph is kept: rescoring replaces the weights for a while.
         rescored = None if self.rescorer is None else self.rescorer.logprobs(batch)
         if self.config.needs_policy_pass:
             trains_whole = learner.updates_per_batch == 1 and not config.pf_ppo
@@ -346,10 +346,10 @@ class TargetCollector:
         micro_batches: list[MicroBatch],
         chosen: list[int],
     ) -> tuple[Targets, dict[str, float]]:
-        """The targets for the update on these trajectories, and the metrics that this adds.
+        """The targets of the update on these trajectories, and any further metrics.
 
-        Importance weights of the current policy that depend on all of the update are made here, by
-        a pass of their own; other ones are in the targets, or made by each micro-batch.
+        Importance weights of the current policy that depend on the whole update are computed here,
+        with a pass of their own; others are in the targets or computed by each micro-batch.
         """
         config = self.config.algorithm
         if targets.importance_weights is not None or not config.corrects_as_a_whole:
@@ -366,8 +366,8 @@ class TargetCollector:
     def _corrected(
         self, batch: TrainingBatch, targets: Targets, logprobs: torch.Tensor, chosen: Sequence[int]
     ) -> tuple[Targets, dict[str, float]]:
-        """With a correction of these trajectories as a whole, and its metrics; `logprobs` [R] are
-        those of the batch."""
+        """The targets with one correction over all of these trajectories, and its metrics;
+        `logprobs` [R] are the batch's."""
         rows, rescored = batch.rows(chosen), targets.rescored_logprobs
         config = self.config.algorithm
         found = correct(
@@ -386,6 +386,6 @@ class TargetCollector:
 def _finite(
     column: torch.Tensor | None, instead: torch.Tensor, *, is_finite: torch.Tensor
 ) -> torch.Tensor | None:
-    """The column [R] with other numbers for sequences that are not finite: no mean over the batch,
-    and no state from batch to batch, becomes NaN."""
+    """The column [R] with `instead` for non-finite sequences, so that no mean over the batch, and
+    no state kept between batches, becomes NaN."""
     return None if column is None else torch.where(is_finite, column, instead)
