@@ -1,5 +1,5 @@
-"""Coroutines side by side, under a deadline, and closed whatever becomes of them; calls of the
-user's functions in threads."""
+"""Concurrent coroutines, deadlines, clean-up in any case, and threads for calls of user
+functions."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; the first error cancels the others and is raised."""
+    """Run all; their results. The first error cancels the others and is raised."""
     calls = list(calls)
     if len(calls) == 1:
         return [await calls[0]]
@@ -30,7 +30,7 @@ async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 async def first_finished(calls: Iterable[Coroutine[Any, Any, T]], count: int) -> list[T | None]:
     """The results of the first `count` that finish, None for the others, which are canceled.
 
-    Waits for that many. The first error before that cancels all and is raised.
+    The first error before that cancels all and is raised.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     finished: list[asyncio.Future[T]] = []
@@ -49,8 +49,8 @@ async def first_finished(calls: Iterable[Coroutine[Any, Any, T]], count: int) ->
 
 
 async def first_result(*waits: Coroutine[Any, Any, T]) -> T:
-    """The result or the error of the one that ends first, of several at once the first that is
-    named; the others are canceled."""
+    """The result or error of the one that ends first (of several at once, the first argument); the
+    others are canceled."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -60,14 +60,16 @@ async def first_result(*waits: Coroutine[Any, Any, T]) -> T:
 
 
 async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel those that have not ended. Waits until all have; what they raise is their owner's."""
+    """Cancel tasks that have not ended. Waits until all have; their errors are left to their
+    owner."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# An engine may be loading an update at the deadline, and an environment has to see the last turn.
+# Grace after a deadline: an engine may be loading an update then, and the environment must see the
+# last turn.
 _GRACE_S = 30.0
 
 
@@ -77,11 +79,12 @@ class DeadlineError(Exception):
 
 @asynccontextmanager
 async def deadline(limit_s: float, stop: asyncio.Event | None = None) -> AsyncIterator[None]:
-    """Around what it limits, in a task. A block that ends in time leaves no timer, and a
-    cancellation from elsewhere stays one.
+    """Limit the time of a block within a task. A block that ends in time leaves no timer; a
+    cancellation from elsewhere stays a cancellation.
 
     Args:
-        stop: set at the deadline, which cancels only after the grace; without it, at once.
+        stop: set at the deadline; the block is then canceled only after the grace. Without it, at
+        once.
 
     Raises:
         DeadlineError: the block was canceled.
@@ -105,8 +108,8 @@ CLOSE_S = 10.0
 
 @asynccontextmanager
 async def closed_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Calls `close` once after the block, also if the block was canceled. One that fails hides no
-    earlier error, and one that hangs holds nobody up for longer than CLOSE_S.
+    """Calls `close` once after the block, even if that was canceled. A `close` that fails hides no
+    earlier error, and one that hangs is abandoned after CLOSE_S.
 
     Raises:
         RolloutError: `close` failed, and the block did not.
@@ -134,17 +137,17 @@ MAX_HUNG = 64
 
 
 class Threads:
-    """Calls of one function of the user's (a reward, tool, agent or game) in threads that end with
-    the process.
+    """Calls one function of the user's (a reward, tool, agent or game) in threads that end with the
+    process.
 
-    A call that never returns costs who waits for it and its thread; in the event loop's own few
-    threads it would hold up weight updates and the exit. A thread cannot be ended, so after
-    MAX_HUNG of them each further call is refused at once. One whose call has returned waits for the
-    next, since starting a thread for each costs more than most rewards.
+    A call that never returns costs only its caller and its thread; in the event loop's own few
+    threads it would hold up weight updates and the exit. A thread cannot be ended, so once MAX_HUNG
+    hang, further calls are refused at once. Threads are used again, since starting one costs more
+    than most rewards.
 
     Args:
         title: what errors begin with.
-        instead: what to do where too many calls hang, as the end of the sentence.
+        instead: what to do if too many calls hang, as the end of the sentence.
     """
 
     def __init__(self, title: str, instead: str = "") -> None:
@@ -155,11 +158,11 @@ class Threads:
         weakref.finalize(self, _end, self._idle)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result. Waits for the call, or to be canceled.
+        """The call's result. Waits for it, or until canceled.
 
         Raises:
-            RolloutError: too many calls hang already, or the call raised what would end this task
-                or the process, such as CancelledError.
+            RolloutError: too many calls hang already, or the call raised something that would end
+                this task or process, such as CancelledError.
             Exception: what the call raised.
         """
         if self._num_hung >= MAX_HUNG:

@@ -1,6 +1,6 @@
 """The generator daemon, `streamrl generator`: one engine, one `Generator`.
 
-Waits for the buffer and the learner without a limit; ends by a signal or when the run is over.
+Waits for the buffer and the learner without limit; ends at a signal or when the run is over.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from streamrl.shutdown import Shutdown
 from streamrl.tracking.prometheus import exporting, of_generator
 from streamrl.types.ranges import check_id, named_after_host
 
-# Objects of Python that are new before a collection looks at them. Those of running episodes, some
-# ten thousand, end without one.
+# New Python objects before a garbage collection. Running episodes hold some ten thousand, which go
+# without one.
 GC_THRESHOLD = 20_000
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _name(given: str | None) -> str:
-    """The id given, where {host} is the host's name, or a random one."""
+    """The given id, with {host} replaced by the host's name, or a random one."""
     if given is None:
         return f"generator-{uuid.uuid4().hex[:6]}"
     try:
@@ -85,7 +85,7 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
 
 
 def prepare(config: RunConfig) -> None:
-    """Before this process has an engine: torch gets `generator.num_threads`.
+    """Prepare the process for an engine: check the model, set torch's threads.
 
     Raises:
         ConfigError: the model of `model.recipe` has not been made.

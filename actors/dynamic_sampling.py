@@ -1,8 +1,8 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): groups whose siblings' rewards are all alike, and so
-teach nothing, are left out of training.
+"""Dynamic sampling (DAPO, arXiv 2503.14476): leaves out groups whose rewards are all equal, since
+they teach nothing.
 
-At most `max_refills` groups are left out for each one that is kept, and for each of the
-first step's beforehand. So a generator whose groups are all alike neither stands still nor spins.
+At most `max_refills` groups are left out for each one kept, with credit for the first step's groups
+in advance, so a generator whose groups are all uniform neither stalls nor spins.
 """
 
 import logging
@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 
 
 class UniformFilter:
-    """The groups of one generator, one after the other."""
+    """Decides on one generator's groups, one after the other."""
 
     def __init__(self, algorithm: AlgorithmSettings, groups_per_step: int) -> None:
         self._settings = settings = algorithm.dynamic_sampling
         self._metrics: tuple[str, ...] = () if settings is None else (settings.metric,)
         self._setting = "dynamic_sampling.metric"
         if self._metrics == ("reward",) and isinstance(algorithm.advantage_config, GdpoSettings):
-            # It compares each of these among siblings, and not their sum.
+            # The advantage compares each of these rewards among siblings, not their sum.
             weights, self._setting = algorithm.advantage_config.rewards, "advantage_config.rewards"
             self._metrics = tuple(name for name, weight in weights.items() if weight)
         self._most = 0.0 if settings is None else settings.max_refills * groups_per_step
@@ -65,7 +65,7 @@ class UniformFilter:
         return max(known) - min(known) <= ALIKE_WITHIN
 
     def _warn(self, sentence: str, *values: object) -> None:
-        """Each sentence once for all groups."""
+        """Log each sentence only once."""
         if sentence not in self._warned:
             log.warning(sentence, *values)
         self._warned.add(sentence)

@@ -1,8 +1,8 @@
 """What the policy read and sampled in one episode, token by token.
 
-Invariant: a segment holds the very ids that the engine read and sampled, in their order. A
-completion whose prompt begins with the tokens and media of a segment continues it; any other one
-begins a segment of its own.
+Invariant: a segment holds exactly the ids that the engine read and sampled, in order. A completion
+whose prompt begins with a segment's tokens and media continues that segment; any other begins a new
+one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ from streamrl.vision.parts import has_media
 
 
 class Span(Struct, frozen=True):
-    """Consecutive tokens [n], observed (version -1) or sampled, with what is recorded of each."""
+    """Consecutive tokens [n], observed (version -1) or sampled, with what is recorded for each."""
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -45,7 +45,7 @@ class Span(Struct, frozen=True):
     top_logprobs: TopLogprobs | None = None
 
 
-# Siblings begin with one prompt.
+# Siblings begin with the same prompt.
 @lru_cache(maxsize=32)
 def _observed(token_ids: tuple[int, ...]) -> Span:
     ids = np.array(token_ids, dtype=np.int32)
@@ -53,13 +53,13 @@ def _observed(token_ids: tuple[int, ...]) -> Span:
 
 
 class Segment(Struct, frozen=True):
-    """One context, whose tokens only ever got more; a trajectory is made of it."""
+    """One context that only grew; it becomes one trajectory."""
 
     spans: tuple[Span, ...]
     turns: tuple[Turn, ...]
     media: tuple[Media, ...] = ()
     routed_experts: RoutedExperts | None = None
-    """Of its tokens, as the engine first read them."""
+    """The experts of its tokens, from the first time the engine read them."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -67,14 +67,15 @@ class Segment(Struct, frozen=True):
 
 
 class Context(Struct, frozen=True):
-    """What the policy reads before a turn, images and videos included, and has sampled since."""
+    """What the policy reads before a turn, images and videos included, and what it samples then."""
 
     token_ids: tuple[int, ...] = ()
     media: tuple[Media, ...] = ()
     sampled: tuple[int, ...] = ()
 
     def after(self, observation: Observation, start: EnvironmentContext) -> "Context":
-        """With what the environment shows; the prompt's media belong to the prompt's tokens."""
+        """The context extended by an observation; the prompt's media belong to the prompt's
+        tokens."""
         renderer, messages, tools = start.renderer, observation.messages, observation.tools
         new, media = observation.token_ids, observation.media
         if start.media and not media and new == start.prompt_token_ids:
@@ -90,18 +91,18 @@ class Context(Struct, frozen=True):
 
 
 class OpenTurn(Struct, frozen=True):
-    """The turn that an unfinished episode is in: what the policy reads before it, and what it has
-    sampled of it; as `FinishReason.ABORT` unless it is whole and the environment has to answer."""
+    """The current turn of an unfinished episode: what the policy reads before it, and what it has
+    sampled of it so far (`FinishReason.ABORT` unless complete and waiting for the environment)."""
 
     context: Context
     environment: bytes | None = None
-    """The environment's snapshot before it, as msgpack; None: it is the first turn."""
+    """The environment's snapshot before the turn, as msgpack; None in the first turn."""
     tools: tuple[ToolSchema, ...] = ()
     sampled: Completion | None = None
 
 
 class Rollout(Struct, frozen=True):
-    """One episode's tokens in order, before it has a reward."""
+    """One episode's tokens in order, before it is scored."""
 
     segments: tuple[Segment, ...]
     metrics: Mapping[str, float]
@@ -111,7 +112,7 @@ class Rollout(Struct, frozen=True):
     messages: tuple[Message, ...] = ()
     """The whole conversation."""
     open_turn: OpenTurn | None = None
-    """Of one that is not over; its `finish_reason` says nothing."""
+    """Set if the episode is not over; `finish_reason` then means nothing."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -129,7 +130,7 @@ class Rollout(Struct, frozen=True):
 
     @property
     def oldest_version(self) -> int:
-        """Of its sampled tokens."""
+        """The oldest version of its sampled tokens."""
         columns = [span.policy_versions for part in self.segments for span in part.spans]
         if self.open_turn is not None and self.open_turn.sampled is not None:
             columns.append(self.open_turn.sampled.policy_versions)
@@ -138,7 +139,7 @@ class Rollout(Struct, frozen=True):
 
 
 class EpisodeRecord:
-    """Of one episode, while it runs: grows by one completion at a time."""
+    """The record of one running episode; grows by one completion at a time."""
 
     def __init__(self) -> None:
         self.segments: tuple[Segment, ...] = ()
@@ -163,7 +164,8 @@ class EpisodeRecord:
         completion: Completion,
         media: tuple[Media, ...] = (),
     ) -> None:
-        """The engine read these tokens and media, its whole context, and sampled the completion."""
+        """Add a completion, and the tokens and media (the whole context) that the engine read for
+        it."""
         known = self._continued(prompt_token_ids, media) if self.segments else None
         segment = Segment((), ()) if known is None else self.segments[known]
         observed = prompt_token_ids[len(segment.token_ids) :]
@@ -189,7 +191,7 @@ class EpisodeRecord:
         self._set(Segment(spans, (*segment.turns, turn), media, experts))
 
     def judge(self, *, reward: float = 0.0, num_tool_calls: int = 0, in_loss: bool = True) -> None:
-        """What the environment says of the completion that was added last."""
+        """Record the environment's answer to the completion that was added last."""
         segment = self.segments[self._current]
         *earlier, turn = segment.turns
         *spans, sampled = segment.spans
@@ -211,11 +213,11 @@ class EpisodeRecord:
         return Rollout(segments, metrics, finish_reason, last, messages, open_turn)
 
     def restore(self, rollout: Rollout) -> None:
-        """It goes on where this rollout ends."""
+        """Continue where this rollout ends."""
         self.segments, self._last_response = rollout.segments, rollout.last_response
 
     def _continued(self, prompt_token_ids: tuple[int, ...], media: tuple[Media, ...]) -> int | None:
-        """The longest segment that these tokens and media begin with."""
+        """The longest segment that is a beginning of these tokens and media."""
         lengths = {
             i: len(ids)
             for i, segment in enumerate(self.segments)
@@ -237,7 +239,7 @@ async def go_on(
     begun: Completion | None,
     max_model_len: int,
 ) -> Completion:
-    """The whole of a completion that was begun, which may be whole. Waits for the engine."""
+    """Finish a completion that was begun, if it is not complete. Waits for the engine."""
     if begun is None:
         return await generate(engine, context.token_ids, sampling, handle, context.media)
     if begun.finish_reason is not FinishReason.ABORT:
@@ -245,7 +247,7 @@ async def go_on(
     known = (*context.token_ids, *begun.token_ids.tolist())
     num_begun = len(begun.token_ids)
     if num_begun >= sampling.max_new_tokens or len(known) >= max_model_len:
-        # The limits may be others than they were.
+        # The limits may have changed since.
         return structs.replace(begun, finish_reason=FinishReason.LENGTH)
     shorter = structs.replace(
         sampling,
@@ -256,7 +258,7 @@ async def go_on(
 
 
 def joined(begun: Completion | None, rest: Completion) -> Completion:
-    """A completion and what was sampled after it, as one."""
+    """A completion and its continuation, as one."""
     if begun is None:
         return rest
     parts, lengths = (begun, rest), (len(begun.token_ids), len(rest.token_ids))
@@ -281,7 +283,8 @@ async def generate(
     handle: CompletionHandle | None,
     media: Sequence[Media],
 ) -> Completion:
-    """A completion, of an engine that need not know of media where there are none. Waits for it."""
+    """A completion; `media` is passed only if there are any, since an engine need not support it.
+    Waits for the engine."""
     if not media:
         return await engine.generate(token_ids, sampling, handle)
     return await engine.generate(token_ids, sampling, handle, media)

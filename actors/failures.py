@@ -1,13 +1,14 @@
-"""The groups of this generator that failed.
+"""The failed groups of this generator.
 
 `FailureRecord`: the last error, the rows that fail again, and the rewards that did not score them.
 Invariant: a row is counted under its place in the file, over the epochs that repeat it. The
 generator's heartbeats report all of it.
 
 `FailureLimit`: a generator gives up when its groups fail one after the other, or most are
-malformed. A group that fails is data. If every group fails, the reward or the environment is wrong,
-and each further failure drops a prompt. A group that the buffer cannot read is never data: if most
-are so, what is installed is wrong, and the run would train on the few that are left.
+malformed. A single failed group is just recorded. If every group fails, the reward or the
+environment is wrong, and each further failure would drop a prompt. A group that the buffer cannot
+read is always an error: if most are unreadable, the installation is wrong, and the run would train
+on the few left.
 """
 
 from collections import Counter, deque
@@ -34,10 +35,10 @@ class FailureRecord:
         self._rewards: Counter[str] = Counter()
         self.last: GroupFailure | None = None
         self.num_lost_agents = 0
-        """Groups whose agent disappeared."""
+        """The number of groups whose agent disappeared."""
 
     def add(self, prompt_index: int, row: str, error: Exception) -> str:
-        """Count the failure of a group of this prompt; the sentence for the log."""
+        """Count a failed group of this prompt; returns the sentence for the log."""
         self.num_lost_agents += isinstance(error, LostAgentError)
         self.last = GroupFailure(prompt_index=prompt_index, sentence=shortened(str(error)))
         if isinstance(error, RewardError):
@@ -51,7 +52,7 @@ class FailureRecord:
 
     @property
     def rows(self) -> tuple[FailedRow, ...]:
-        """Those that failed most, at most MAX_FAILED_ROWS."""
+        """The rows that failed most, at most MAX_FAILED_ROWS."""
         most = self._rows.most_common(MAX_FAILED_ROWS)
         return tuple(FailedRow(row=shortened(row), num_failures=count) for row, count in most)
 
@@ -61,7 +62,7 @@ class FailureRecord:
         return tuple(FailedReward(reward=name, num_failures=count) for name, count in counts)
 
 
-# A reward that fails for two groups of three gets past the first with probability 1 - 2e-6.
+# A reward that fails for two of three groups stays below the limit with probability 1 - 2e-6.
 MAX_FAILURES_AT_START = 32
 MAX_FAILURES = 50
 
@@ -102,12 +103,12 @@ class FailureLimit:
             ) from error
 
     def remedy(self, error: StreamRLError) -> str:
-        """The end of the sentence about a reward that has scored no group yet; "" for others."""
+        """The end of the error about a reward that has scored no group yet; "" for other errors."""
         is_first = self._limit == MAX_FAILURES_AT_START and isinstance(error, RewardError)
         return f"; {NOTHING_SCORED}" if is_first else ""
 
     def first_remedy(self, error: StreamRLError) -> str:
-        """The same for the log; "" but for the first failure."""
+        """The same for the log, only at the first failure; otherwise ""."""
         has_failed, self._has_failed = self._has_failed, True
         return "" if has_failed else self.remedy(error)
 

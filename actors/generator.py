@@ -6,9 +6,9 @@
     keep_siblings     put what is sampled of groups, so that it outlasts this process
     receiver.run      load the announced updates (`streamrl.weights.receiver`)
 
-Invariant: a lease ends by its group's put, by a release with a reason, or with this process; a
-group that fails does not affect others. Groups begin in the order in which they are due. Nothing
-here waits for the learner, only for admission.
+Invariant: a lease ends when its group is put, when it is released with a reason, or with this
+process. A group that fails does not affect others. Groups begin in the order in which they are due.
+Nothing here waits for the learner, only for admission and weights.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class Generator:
     ) -> None:
         """
         Args:
-            runner_of: what runs the group of the prompt with this index, on the engine.
+            runner_of: the runner for the prompt with this index, on the engine.
         """
         self._config = config
         self._id = generator_id
@@ -113,7 +113,7 @@ class Generator:
         """Called with each heartbeat."""
 
     def stop(self) -> None:
-        """Request no more leases; finish the groups, or release their leases."""
+        """Request no more leases; finish the running groups, or release their leases."""
         self._stopping.set()
 
     async def run(self) -> None:
@@ -135,7 +135,7 @@ class Generator:
             await self._leave()
 
     async def _leave(self) -> None:
-        """Give back the leases, also of canceled groups. Waits GOODBYE_S at most."""
+        """Give back all leases, including those of canceled groups. Waits at most GOODBYE_S."""
         try:
             async with asyncio.timeout(GOODBYE_S):
                 await self._buffer.heartbeat(self._status(is_leaving=True))
@@ -148,8 +148,8 @@ class Generator:
     async def _lease_groups(self, tasks: asyncio.TaskGroup) -> None:
         """Lease as many groups as the engine has room for; ends when cancelled.
 
-        Waits for room in the engine and new enough weights, which an episode that ends or waits for
-        its environment brings, or an update; then for admission.
+        Waits until the engine has room (an episode has ended, or waits for its environment) and new
+        enough weights, then for admission.
         """
         while True:
             while not ((num_free := self._num_free()) > 0 and self._is_current()):
@@ -164,7 +164,7 @@ class Generator:
 
     async def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
         if self._version_gate.lacks_weights:
-            # An update failed meanwhile; others can begin this group at once.
+            # An update failed since the request; other generators can begin this group at once.
             await self._buffer.release(lease.lease_id, DropReason.RELEASED)
         else:
             runner = self._runner_of(lease.prompt_index)
@@ -173,7 +173,8 @@ class Generator:
             self._groups[lease.lease_id] = LeasedGroup(lease, task, progress)
 
     def _num_free(self) -> int:
-        """Groups that the engine has room for; the last one may have to wait for some of it."""
+        """How many more groups the engine has room for; the last one may have to wait for part of
+        it."""
         groups, largest = self._groups.values(), self._config.max_num_episodes
         return num_free_groups(groups, self._config.generator, largest)
 
@@ -220,12 +221,12 @@ class Generator:
             self._notify()
 
     async def _put(self, lease_id: str, group: TrajectoryGroup) -> None:
-        """Put the group; again if the buffer restarted with an older state meanwhile."""
+        """Put the group; repeat it if the buffer has restarted with an older state."""
         known = self._incarnation
         try:
             await self._buffer.put(lease_id, group)
         except WireError:
-            # What cannot even be encoded has not reached the buffer.
+            # A group that cannot be encoded never reached the buffer.
             await self._buffer.release(lease_id, DropReason.MALFORMED)
             raise
         except UnknownLeaseError:
@@ -235,7 +236,7 @@ class Generator:
             await self._buffer.put(lease_id, group)
 
     async def _restore_siblings(self, leased: LeasedGroup) -> None:
-        """What an earlier lease has left. Waits for the buffer."""
+        """Fetch the siblings that an earlier lease left. Waits for the buffer."""
         lease, finished = leased.lease, leased.progress.finished
         left: dict[int, Rollout] = {}
         payloads = await self._buffer.fetch_siblings(lease.lease_id)
@@ -259,7 +260,8 @@ class Generator:
             await self._put_siblings(at_once=False)
 
     async def _put_siblings(self, *, at_once: bool) -> None:
-        """See `LeasedGroup.next_to_keep`. Waits for the engine's next token, and the buffer."""
+        """Put the siblings that `LeasedGroup.next_to_keep` selects. Waits ASK_S for the engine to
+        report unfinished ones, and for the buffer."""
         for group in self._groups.values():
             group.progress.ask()
         await asyncio.sleep(ASK_S)
@@ -269,7 +271,7 @@ class Generator:
 
     async def _put_sibling(self, group: LeasedGroup, number: int, rollout: Rollout) -> None:
         lease, known = group.lease, group.kept.get(number, 0)
-        # One that cannot be kept is lost with this process, as all were: its group goes on.
+        # A sibling that cannot be kept is lost if this process ends; its group goes on.
         is_finished = rollout.open_turn is None
         group.kept[number] = math.inf if is_finished else rollout.num_sampled_tokens
         try:
@@ -283,8 +285,8 @@ class Generator:
             )
             await self._buffer.put_sibling(sibling, payload)
         except (UnknownLeaseError, BufferFullError):
-            # The buffer may have restarted, and learns of the lease with the next heartbeat; or a
-            # checkpoint may free its memory.
+            # Try again later: a restarted buffer learns of the lease from the next heartbeat, and a
+            # checkpoint may free memory.
             group.kept[number] = known
         except WireError as error:
             group.kept[number] = math.inf
@@ -305,7 +307,8 @@ class Generator:
         return report
 
     async def _send_heartbeats(self) -> None:
-        """Waits a quarter of the leases' time to live between two; ends when cancelled."""
+        """Send heartbeats, a quarter of the leases' time to live apart, at most 1 s; ends when
+        cancelled."""
         while True:
             held = tuple(self._groups)
             reply = await self._report()
@@ -338,8 +341,7 @@ class Generator:
     async def _report(self) -> HeartbeatReply:
         """Send a heartbeat. If the buffer has restarted, reassert every lease before one is lost.
 
-        Several may be under way, each of which was sent to the buffer that was known then. Waits
-        for the buffer's reply.
+        Several may be under way at once. Waits for the buffer's reply.
         """
         known, status = self._incarnation, self._status()
         self.on_report(status)
@@ -356,10 +358,10 @@ class Generator:
         return reply
 
     async def _drain(self) -> None:
-        """Wait `drain_s` for the groups, none if they are not needed; cancel the others, whose
-        siblings are kept.
+        """Wait `drain_s` for the groups, not at all if the run is over; then cancel the unfinished
+        ones, whose siblings are kept.
 
-        The leases of the others end with the last heartbeat.
+        Their leases end with the last heartbeat.
         """
         if tasks := [group.task for group in self._groups.values()]:
             _, unfinished = await asyncio.wait(tasks, timeout=self._grace_s)
@@ -371,20 +373,20 @@ class Generator:
                 task.cancel()
 
     def _notify(self) -> None:
-        """Groups, slots or versions have changed: all that changes in one turn of the event loop is
-        handled at once, after it."""
+        """Groups, slots or versions have changed. Changes of one turn of the event loop are handled
+        together after it."""
         if not self._is_notified:
             self._is_notified = True
             asyncio.get_running_loop().call_soon(self._on_change)
 
     def _on_change(self) -> None:
-        """Begin the groups whose turn it is, and let those that wait for a change look again."""
+        """Begin the groups whose turn it is, and wake up whoever waits for a change."""
         self._is_notified = False
         if self._version_gate.is_of_learner(self._engine.learner_id):
             for group in next_groups(self._groups.values(), self._engine.policy_version):
                 group.turn.set()
         elif self._version_gate.lacks_weights:
-            # They may not come soon; others can begin these groups at once.
+            # New weights may take long; other generators can begin these groups at once.
             for group in self._groups.values():
                 group.give_back()
         self._occupancy.update(self._groups.values())

@@ -1,4 +1,4 @@
-"""A group from its lease to its put, which one begins next, and how many more there is room for.
+"""A leased group, which groups begin next, and for how many more there is room.
 
 Invariant: groups begin in the order in which they are due: by `min_policy_version`, the oldest
 version that may sample them, then by their place in the prompt stream.
@@ -27,11 +27,10 @@ class LeasedGroup:
     progress: GroupProgress = field(default_factory=GroupProgress)
     leased_at_s: float = field(default_factory=time.monotonic)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it begins, or is given back."""
+    """Set when the group begins or is given back."""
     is_given_back: bool = False
     kept: dict[int, float] = field(default_factory=dict)
-    """By the number of a sibling: the tokens that the buffer has of it; infinite if it needs no
-    more."""
+    """By sibling number: how many of its tokens the buffer has; infinite if it needs no more."""
     _finished_before: frozenset[int] = frozenset()
 
     @property
@@ -39,9 +38,9 @@ class LeasedGroup:
         return self.turn.is_set()
 
     def next_to_keep(self, *, at_once: bool) -> list[tuple[int, Rollout]]:
-        """The siblings that the buffer lacks, by number: finished ones, unless `at_once` those that
-        were finished at the last call, since a group that is put soon need not cost more; and
-        unfinished ones that have GROWTH times the tokens it has."""
+        """The siblings to put into the buffer, with their numbers: finished ones, and unfinished
+        ones that have grown by the factor GROWTH since the last put. Unless `at_once`, a finished
+        one waits for the second call, since the whole group may be put before that."""
         finished, standing = frozenset(self.progress.finished), self.progress.standing()
         due, growth = (finished, 1.0) if at_once else (self._finished_before, GROWTH)
         self._finished_before = finished
@@ -55,25 +54,25 @@ class LeasedGroup:
 
     def on_learner_version(self, learner_version: int) -> None:
         """Give the lease back if the learner went back to a version that may not sample the group:
-        it will not make a newer one soon, and the buffer grants the prompt again for this one."""
+        a newer version will not come soon, and the buffer grants the prompt again for this one."""
         if self.lease.min_policy_version > learner_version:
             self.give_back()
 
     def give_back(self) -> None:
-        """Unless the group has begun, its lease is released."""
+        """Release the lease, unless the group has begun."""
         if not self.has_begun:
             self.is_given_back = True
             self.turn.set()
 
 
 def due_of(lease: Lease) -> tuple[int, int]:
-    """Smaller for a group that is due earlier."""
+    """Sort key: smaller for a group that is due earlier."""
     return lease.min_policy_version, lease.prompt_index
 
 
 def next_groups(groups: Iterable[LeasedGroup], policy_version: int) -> list[LeasedGroup]:
-    """Those that begin in an engine of this version: the first that are due, in this order, up to
-    one that a newer version has to sample."""
+    """The groups to begin with an engine at this version: in the order in which they are due, up to
+    the first that needs a newer version."""
     waiting = sorted((g for g in groups if not g.has_begun), key=lambda group: due_of(group.lease))
     return list(takewhile(lambda g: g.lease.min_policy_version <= policy_version, waiting))
 
@@ -81,11 +80,10 @@ def next_groups(groups: Iterable[LeasedGroup], policy_version: int) -> list[Leas
 def num_free_groups(
     groups: Iterable[LeasedGroup], settings: GeneratorSettings, num_episodes: int
 ) -> int:
-    """Groups of `num_episodes` each, the most of a group, that an engine has room for.
+    """How many more groups an engine has room for, each of at most `num_episodes`.
 
-    An episode that waits for its environment leaves its slot to others, so a slot is free only
-    while no episode can use it, unless `episode.max_in_flight` keeps it free. No more groups than a
-    heartbeat can name are held.
+    An episode that waits for its environment leaves its slot to others, and new groups fill it,
+    within `episode.max_in_flight`. At most as many groups are held as a heartbeat can name.
     """
     groups = tuple(groups)
     num_free = settings.max_num_seqs - sum(group.progress.num_slots for group in groups)
@@ -100,31 +98,31 @@ log = logging.getLogger(__name__)
 
 SHORTEST_S = 5.0
 LOADS = 3
-"""An update may wait for others before this one, and for one that is under way."""
+"""An update may wait for earlier receivers, and for one that is under way."""
 
 
 @dataclass(eq=False)
 class VersionGate:
     """Whether a generator's weights are the learner's, and new enough to lease for.
 
-    A generator that joins has the weights of the model folder, or none that anybody knows, and one
-    whose update failed those of an older version. Its leases would hold their places in the prompt
-    stream until the next update, so it leases none before it has caught up. A learner that went
-    back makes versions of the same numbers as those it has abandoned, so a version is one of a
-    learner: with weights of another one a generator neither leases nor begins a group.
+    A generator that joins has the model folder's weights, or unknown ones; one whose update failed
+    has an older version. Leases it took now would hold their places in the prompt stream until the
+    next update, so it takes none until it has caught up. A learner that went back reuses the
+    version numbers that it abandoned, so a version belongs to one learner: with another learner's
+    weights a generator neither leases nor begins a group.
 
-    Invariant: the version waited for has been published, or will be by the learner that the buffer
-    reports: the version needed falls when a learner comes back at an earlier one.
+    Invariant: the version waited for has been, or will be, published by the learner that the buffer
+    reports; if a learner comes back at an earlier version, the version needed falls too.
     """
 
     publish_every: int
     max_staleness: int
     _: KW_ONLY
     lacks_weights: bool = False
-    """Also once an update has failed, until another one is loaded."""
+    """Also true from a failed update until the next one is loaded."""
     published: int = 0
-    """The newest version that the learner has published, by the last heartbeat."""
-    # The first heartbeat's reply has the learner's version.
+    """The newest version that the learner has published, as of the last heartbeat."""
+    # Infinite until the first heartbeat's reply brings the learner's version.
     _min_version: float = math.inf
     _learner_id: str = ""
 
@@ -134,13 +132,13 @@ class VersionGate:
         return not self.lacks_weights and is_new and self.is_of_learner(learner_id)
 
     def is_of_learner(self, learner_id: str) -> bool:
-        """Whether the weights of `learner_id`, "" for those of the model's folder, are of the
-        history that goes on, as far as is known."""
+        """Whether weights of `learner_id` ("": the model folder's) belong to the current learner's
+        history, as far as is known."""
         return learner_id in ("", self._learner_id) or not self._learner_id
 
     def on_learner_version(self, learner_version: int, learner_id: str) -> None:
-        """A heartbeat's reply: the first one sets the version to catch up to, later ones the oldest
-        that may sample."""
+        """Update from a heartbeat's reply: the first sets the version to catch up to, later ones
+        the oldest that may sample."""
         self._learner_id = learner_id
         self.published = learner_version - learner_version % self.publish_every
         self._min_version = max(
@@ -148,23 +146,23 @@ class VersionGate:
         )
 
     def on_behind(self) -> None:
-        """The published version does not arrive: catch up to it first."""
+        """The published version does not arrive: close until it has."""
         self._min_version = max(self._min_version, self.published)
 
     def on_loaded(self, learner_id: str) -> None:
-        """A version is loaded. The sender sends only the newest, once it has attached; `learner_id`
-        is "" where that is not known, as of what a store has."""
+        """A version is loaded. An attached learner sends only its newest; `learner_id` is "" if
+        unknown, as with weights from a store."""
         self.lacks_weights = False
         self._learner_id = learner_id or self._learner_id
 
 
 class StarvedLeases:
-    """Leases that wait for weights which have been published and do not arrive.
+    """Gives back leases that wait for published weights which do not arrive.
 
-    A generator that updates leave out, or that is cut off from them, would hold such leases for
-    good, and the learner would wait for their prompts. So it gives them back, and asks for none
-    before it has caught up: only those whose groups have not begun, so that nothing sampled is lost
-    and no prompt is trained twice.
+    A generator that updates skip, or that is cut off from them, would hold such leases forever, and
+    the learner would wait for their prompts. So it gives them back, and takes no new ones until it
+    has caught up. Only leases whose groups have not begun are given back, so nothing sampled is
+    lost and no prompt is trained twice.
     """
 
     def __init__(self, gate: VersionGate) -> None:
@@ -174,7 +172,7 @@ class StarvedLeases:
 
     @property
     def patience_s(self) -> float:
-        """How long a published version may take to arrive: by the loads so far."""
+        """How long a published version may take to arrive, judging by the loads so far."""
         return max(SHORTEST_S, LOADS * self._longest_load_s)
 
     def on_loaded(self, report: LoadReport) -> None:
@@ -183,9 +181,10 @@ class StarvedLeases:
     def give_back(
         self, groups: Iterable[LeasedGroup], policy_version: int, learner_id: str
     ) -> None:
-        """Those of the groups that wait for too long; the engine has this version of that learner.
+        """Give back the groups that have waited too long, while the engine has this version of that
+        learner.
 
-        The gate is closed until the version that is published now has arrived.
+        Closes the gate until the currently published version has arrived.
         """
         now_s, published = time.monotonic(), self._gate.published
         has_version = policy_version if self._gate.is_of_learner(learner_id) else -1

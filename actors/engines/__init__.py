@@ -16,9 +16,9 @@ from streamrl.interfaces import Engine
 def make_engine(config: RunConfig, *, seed: int, is_shared: bool = False) -> Engine:
     """The engine that `generator.engine` names, with its weights loaded; call it in the event loop.
 
-    `seed` is the seed of sampling, another one for each generator of a run. With `is_shared` an
-    engine on servers elsewhere shares them with other generators of the run, and has no weights
-    before the learner has sent some.
+    `seed` is for sampling and differs between a run's generators. With `is_shared`, an engine on
+    servers elsewhere shares them with other generators of the run, and has no weights until the
+    learner sends some.
     """
     make = resolve_name(find_engine(config.generator))
     engine: Engine = make(config, seed=seed, is_shared=is_shared)
@@ -26,7 +26,7 @@ def make_engine(config: RunConfig, *, seed: int, is_shared: bool = False) -> Eng
 
 
 def find_engine(generator: GeneratorSettings) -> str:
-    """MODULE:NAME of what makes the engine that `generator.engine` names; nothing is imported.
+    """MODULE:NAME of the function that makes the engine `generator.engine` names; imports nothing.
 
     Raises:
         ConfigError: there is no such engine, it is not installed, or its server's key is missing.

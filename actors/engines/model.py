@@ -1,5 +1,5 @@
-"""Facts of a model, read from its folder, and what they say of a prompt and of an announced update:
-whether it fits, before it is sampled or received.
+"""Facts about a model, read from its folder, and the checks that a prompt fits before it is sampled
+and an update before it is received.
 """
 
 import logging
@@ -28,7 +28,7 @@ def device_of(setting: str) -> str:
 def fitted(
     sampling: SamplingParams, prompt_token_ids: Sequence[int], max_model_len: int, vocab_size: int
 ) -> SamplingParams:
-    """The sampling of a completion that ends where the context does.
+    """The sampling parameters, limited so that the completion ends within the context.
 
     Raises:
         RolloutError: the prompt is empty, fills the context, or has ids outside the vocabulary,
@@ -78,8 +78,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`shapes` of the parameters that a learner of this model sends, by name; `eos` tokens end a
-    sequence; `head_width` is that of an attention head, None if the model has none."""
+    """`shapes` are those of the parameters that a learner of this model sends, by name; `eos`
+    tokens end a sequence; `head_width` is the width of an attention head, None without
+    attention."""
 
     shapes: Shapes
     eos: frozenset[int]
@@ -95,7 +96,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: ModelSettings) -> "ModelFacts":
-        """Costs no memory."""
+        """Read the facts; allocates no weights."""
         empty = empty_model(model.path, trust_remote_code=model.trust_remote_code)
         config = empty.config
         text_config = config.get_text_config()
@@ -131,8 +132,9 @@ def require_all_sent(generator: GeneratorSettings, facts: ModelFacts) -> None:
 
 
 def eos_token_ids(model: ModelSettings) -> frozenset[int]:
-    """The end-of-sequence tokens: those of the generation configuration, else of the model's, else
-    of the tokenizer. Without any, which is logged, completions end at their longest length."""
+    """The end-of-sequence tokens of the generation configuration, else of the model's
+    configuration, else of the tokenizer. Without any, which is logged, completions end only at
+    their longest length."""
     trust = model.trust_remote_code
     try:
         eos = GenerationConfig.from_pretrained(model.path).eos_token_id

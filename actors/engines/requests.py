@@ -1,4 +1,4 @@
-"""Requests in flight, how one of them is stopped early, and why one has ended."""
+"""Requests in flight: canceling, stopping one early, and why one ended."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -16,7 +16,7 @@ _ABORT_EVERY_S = 1.0
 _REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
-    # vLLM's limit on patterns that repeat, for whoever sets it.
+    # The reason for vLLM's limit on repeated patterns, if a user sets it.
     "repetition": FinishReason.LENGTH,
     "abort": FinishReason.ABORT,
 }
@@ -56,7 +56,7 @@ class InFlightRequests(Generic[T]):
 
 @asynccontextmanager
 async def slot_or_stop(slots: asyncio.Semaphore, stop: asyncio.Event) -> AsyncIterator[bool]:
-    """Whether there was a slot before the stop. Waits for one of the two; gives the slot back."""
+    """Take a slot for the block; false if `stop` was set before one was free. Waits for either."""
     acquiring = asyncio.create_task(slots.acquire())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -74,8 +74,8 @@ async def slot_or_stop(slots: asyncio.Semaphore, stop: asyncio.Event) -> AsyncIt
 async def aborted_on(
     stop: asyncio.Event, abort: Callable[[], Awaitable[None]]
 ) -> AsyncIterator[None]:
-    """Calls `abort` once `stop` is set, until the block has ended: an engine ignores an abort that
-    arrives before its request."""
+    """Call `abort` when `stop` is set, again and again until the block ends: an engine ignores an
+    abort that arrives before its request."""
 
     async def repeat() -> None:
         await stop.wait()
@@ -91,10 +91,10 @@ async def aborted_on(
 
 
 def finish_reason(name: str | None) -> FinishReason:
-    """Of an engine's name for it.
+    """Our finish reason for an engine's name of it.
 
     Raises:
-        RolloutError: the engine failed, or gives a reason that is not known.
+        RolloutError: the engine failed, or gives an unknown reason.
     """
     reason = _REASONS.get(name or "")
     if reason is None:
@@ -109,8 +109,8 @@ def stops_of(sampling: SamplingParams, eos: frozenset[int]) -> frozenset[int]:
 async def answered(
     send: Callable[[], Awaitable[Completion]], sampling: SamplingParams, stop: asyncio.Event
 ) -> Completion:
-    """Sends a request until it has an answer: with pause_mode abort, an update makes requests in
-    flight begin anew. One that is stopped is answered with what was sampled."""
+    """Send a request until it is answered: with pause_mode abort, an update makes requests in
+    flight start again. A stopped request is answered with what was sampled."""
     while not stop.is_set():
         answer = await send()
         if answer.finish_reason is not FinishReason.ABORT:
@@ -123,7 +123,7 @@ async def answered(
 
 
 def nothing_sampled(reason: FinishReason = FinishReason.DEADLINE) -> Completion:
-    """The answer to a request that was stopped before its first token."""
+    """The answer to a request stopped before its first token."""
     return Completion(
         token_ids=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),

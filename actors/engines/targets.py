@@ -1,6 +1,6 @@
-"""Which parts of an engine receive weights, each by itself: the engine, or each of its servers.
-`actors.generator` runs a receiver for each. Where a part receives decides by which route its
-weights come: not always in this process, and not always on the GPU that samples.
+"""The parts of an engine that receive weights: the engine itself, or each of its servers.
+`actors.generator` runs a receiver for each. The place where a part receives decides how its weights
+travel; it is not always this process, nor the GPU that samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from streamrl.weights.transports.store import ObjectStore
 
 
 def weight_locality(generator: GeneratorSettings) -> Locality:
-    """By `generator.engine`; that of the engine's workers if they run on this machine."""
+    """Where the engine receives weights; for workers on this machine, where they run."""
     device = device_of(generator.device)
     match generator.engine:
         case "sglang":
-            # The relay receives into this process's host memory.
+            # SGLang's relay receives into this process's host memory.
             return locality_of("cpu")
         case "vllm" if generator.vllm.url:
             return Locality(device_type=torch.device(device).type)
@@ -35,8 +35,9 @@ def weight_locality(generator: GeneratorSettings) -> Locality:
 
 @dataclass(frozen=True)
 class WeightTarget:
-    """`name` follows the generator's id; `server` is the inference server's, "" without one.
-    `is_spare` says whether the engine has other parts to sample with."""
+    """One part that receives weights. `name` is appended to the generator's id; `server` identifies
+    the inference server, "" without one. `is_spare` says whether the engine has other parts to
+    sample with."""
 
     load_weights: OnUpdate
     name: str = ""
@@ -64,7 +65,7 @@ def weight_targets(engine: Engine, generator: GeneratorSettings) -> Sequence[Wei
 def receiver_of(
     target: WeightTarget, config: RunConfig, generator_id: str, on_update: OnUpdate
 ) -> WeightReceiver | StoreReceiver:
-    """That of one part, by `weights.transport`; `on_update` loads into it.
+    """The weight receiver of one part, by `weights.transport`; `on_update` loads an update.
 
     Raises:
         ConfigError: the package for `weights.store` is not installed.

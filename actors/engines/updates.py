@@ -1,4 +1,4 @@
-"""The steps of a weight update that every engine takes alike.
+"""The steps of a weight update that are the same in every engine.
 
     check the manifest | receive, while sampling goes on | load, in a pause | report the times
 
@@ -21,12 +21,12 @@ from streamrl.weights import lora
 
 
 class StagedWeights:
-    """A complete update of the model at `path` in host memory, until the engine's pause: copies,
-    pinned if a GPU reads them.
+    """A complete update of the model at `path`, copied to host memory (pinned if a GPU reads it)
+    until the engine's pause.
 
-    They have the names and parts of the model's files, which inference libraries load: transformers
-    renames modules, and keeps the experts of a layer in one tensor. Memory is reused from one
-    update to the next, but that of what the files have in other parts.
+    Tensors have the names and division of the model's files, which inference libraries load;
+    transformers renames modules and keeps a layer's experts in one tensor. Memory is reused for the
+    next update, except for tensors that the files divide differently.
     """
 
     def __init__(self, path: str, *, trust_remote_code: bool, is_pinned: bool = False) -> None:
@@ -37,7 +37,7 @@ class StagedWeights:
         self._in_files: lora.Tensors = ()
 
     def fill(self, manifest: Iterable[TensorSpec], received: lora.Tensors) -> None:
-        """Copies the tensors, each of which has to be valid only until the next is requested."""
+        """Copy the tensors; each need only be valid until the next is requested."""
         self._in_files = ()  # Its memory is free before the next one is made.
         names = set()
         for name, tensor in self._completed(manifest, received):
@@ -58,7 +58,8 @@ class StagedWeights:
     def _completed(
         self, manifest: Iterable[TensorSpec], received: lora.Tensors
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """With LoRA's factors, every parameter of the model, in the precision of its folder."""
+        """For an update of LoRA factors: every parameter of the model, in the precision of its
+        folder."""
         if not lora.is_of_factors(manifest):
             yield from received
             return
@@ -79,7 +80,7 @@ class StagedWeights:
 
 
 class UpdatableEngine(ABC):
-    """The version an engine samples with; `shapes` are those of its parameters, by name."""
+    """An engine's version, and how it changes; `shapes` are those of its parameters, by name."""
 
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
@@ -88,10 +89,11 @@ class UpdatableEngine(ABC):
         self._pause_s = 0.0
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
-        """Receives the update while sampling goes on, then loads it between two steps.
+        """Receive the update while sampling goes on, then load it between two steps.
 
         Raises:
-            WeightTransferError: it is of another model or did not arrive; nothing has changed.
+            WeightTransferError: the update is of another model or did not arrive; nothing has
+            changed.
         """
         start = perf_counter()
         require_same_parameters(update.manifest, self._shapes)
@@ -105,7 +107,7 @@ class UpdatableEngine(ABC):
 
     @abstractmethod
     async def _receive(self, update: WeightUpdate) -> None:
-        """Gets the update to where `_apply` finds it.
+        """Bring the update to where `_apply` finds it.
 
         Raises:
             WeightTransferError: it did not arrive.
@@ -113,8 +115,8 @@ class UpdatableEngine(ABC):
 
     @abstractmethod
     async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        """Makes what was received the model's weights, and calls `on_loaded` before sampling goes
-        on. Returns the seconds in which nothing was sampled."""
+        """Make the received weights the model's, and call `on_loaded` before sampling goes on.
+        Returns the seconds in which nothing was sampled."""
 
     def _on_loaded(self, update: WeightUpdate) -> None:
         self.policy_version, self.learner_id = update.policy_version, update.learner_id

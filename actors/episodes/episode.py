@@ -3,11 +3,11 @@
     deadline            the completion that is being sampled ends with the tokens that it has
     deadline + grace    whatever still runs, in the engine or the environment, is canceled
 
-Both for the episode and for each turn of it.
+Both apply to the episode and to each of its turns.
 
-Invariant: a completion that was sampled is part of the rollout, however the episode ended; the
-environment is closed, however it ended. What an environment returned is checked before anything is
-made of it: what passes can be recorded and sent.
+Invariant: however the episode ends, every sampled completion is part of the rollout, and the
+environment is closed. What an environment returns is checked first, so that it can be recorded and
+sent.
 """
 
 import asyncio
@@ -65,10 +65,10 @@ _PARTS: Mapping[str, tuple[type, str]] = {
 
 
 def checked_observation(observation: Any, method: str = "start") -> Observation:
-    """A plain one, with tuples of plain integers and of the parts, as they are compared and sent.
+    """The observation with plain types (tuples, integers), as it is compared and sent.
 
     Raises:
-        RolloutError: it is none, or holds what cannot be encoded.
+        RolloutError: it is not an observation, or holds what cannot be encoded.
     """
     _require(Observation, observation, f"{method} returned", "an Observation")
     ids = observation.token_ids
@@ -93,7 +93,7 @@ def checked_observation(observation: Any, method: str = "start") -> Observation:
 def checked_transition(transition: Any) -> Transition:
     """
     Raises:
-        RolloutError: it is none, or one of its numbers is none or not finite.
+        RolloutError: it is not a transition, or one of its numbers is not a finite number.
     """
     _require(Transition, transition, "step returned", "a Transition")
     observation = checked_observation(transition.observation, "step")
@@ -119,7 +119,7 @@ def checked_transition(transition: Any) -> Transition:
 
 
 def _is_natural(value: Any) -> bool:
-    """Whether it is an integer that an array of int32 can hold, from 0 on."""
+    """Whether it is an integer from 0 on that fits into int32."""
     try:
         return 0 <= operator.index(value) < _INT_LIMIT
     except (TypeError, ValueError, RuntimeError):
@@ -138,8 +138,8 @@ def _wrong(place: str, value: object, expected: str) -> RolloutError:
 
 
 class Conversation:
-    """The messages of an episode, as its reward reads them; contexts that were rewritten follow one
-    another. They are for people and rewards alone: the ids that are trained are the record's."""
+    """The messages of an episode, as its reward reads them; rewritten contexts follow one another.
+    They are only for people and rewards: training uses the recorded token ids."""
 
     def __init__(self, start: EnvironmentContext) -> None:
         self._renderer = start.renderer
@@ -149,7 +149,7 @@ class Conversation:
         self.messages: tuple[Message, ...] = ()
 
     def observe(self, observation: Observation) -> None:
-        """What the policy reads next; token ids become the message of a user."""
+        """Add what the policy reads next; token ids become a user message."""
         self.tools = observation.tools or self.tools
         if observation.token_ids == self._prompt_token_ids and not self.messages:
             self.messages = self._prompt_messages
@@ -166,12 +166,12 @@ Answer = TypeVar("Answer")
 
 
 class _NotRestoredError(Exception):
-    """The environment cannot go on where its snapshot was taken."""
+    """The environment cannot continue from its snapshot."""
 
 
 @dataclass(eq=False)
 class EpisodeRun:
-    """One episode, to be run once; its properties may be read meanwhile."""
+    """One episode, run once; its properties may be read while it runs."""
 
     engine: Engine
     make_environment: Callable[[], Environment | Agent]
@@ -181,10 +181,10 @@ class EpisodeRun:
     settings: EpisodeSettings = field(default_factory=EpisodeSettings)
     """`generator.episode`."""
     on_slot_free: Callable[[], None] = lambda: None
-    """Called when the episode begins to wait for its environment, or ends."""
+    """Called when the episode starts waiting for its environment, or ends."""
     warnings: set[str] | None = None
-    """What was said of other episodes and need not be said again; None: nobody goes on with this
-    one, so its environment is not asked for snapshots."""
+    """Warnings already logged for other episodes. None: no other process will continue this
+    episode, so its environment is not asked for snapshots."""
 
     def __post_init__(self) -> None:
         self._stop = asyncio.Event()
@@ -194,8 +194,8 @@ class EpisodeRun:
         self._environment_wait_s = 0.0
         self.is_over = False
         self.num_slots = 1
-        """Slots of the engine that it has, waits for or is about to ask for; none while it waits
-        for its environment."""
+        """Engine slots that it has, waits for or is about to ask for; 0 while it waits for its
+        environment."""
         self._session: Session | None = None
         self._has_asked = False
         self._left: Rollout | None = None
@@ -216,8 +216,8 @@ class EpisodeRun:
         return self._record.num_sampled_tokens + begun + max(now, 0) if is_reported else -1
 
     def restore(self, rollout: Rollout) -> None:
-        """An earlier lease has left this rollout: `run` goes on with it, or is not called if the
-        episode is over."""
+        """Continue the rollout that an earlier lease left; if that is finished, `run` is not
+        called."""
         if rollout.open_turn is not None:
             self._left = rollout
             return
@@ -225,12 +225,12 @@ class EpisodeRun:
         self.is_over, self.num_slots = True, 0
 
     def ask(self) -> None:
-        """Ask the engine for what it has sampled of this turn."""
+        """Ask the engine for the tokens it has sampled in this turn."""
         self._handle.is_asked = True
 
     def standing(self) -> Rollout | None:
-        """What another process can go on with; None: nothing. Of the turn that is being sampled it
-        has the tokens that the engine has told when it was asked last."""
+        """What another process could continue from, or None. The current turn has the tokens that
+        the engine reported when last asked."""
         standing, begun, new = self._standing, self._begun, self._handle.sampled
         if self.is_over or standing is None or standing.open_turn is None:
             return self._left
@@ -239,10 +239,11 @@ class EpisodeRun:
         return structs.replace(standing, open_turn=turn)
 
     async def run(self, start: EnvironmentContext, sampling: SamplingParams) -> Rollout:
-        """The rollout. Waits for the engine and the environment; the deadline unblocks.
+        """Run the episode; its rollout. Waits for the engine and the environment, until the
+        deadline.
 
         Raises:
-            RolloutError: the engine or the environment failed, or not a token was sampled in time.
+            RolloutError: the engine or the environment failed, or no token was sampled in time.
         """
         self._start, self._sampling = start, sampling
         self._conversation = Conversation(start)
@@ -258,7 +259,7 @@ class EpisodeRun:
                     self._left = None
                     finish_reason = await self._play(cast(Environment, self.make_environment()))
         except ConfigError as error:
-            # What no episode could do without was checked at the start.
+            # What every episode needs was checked at the start.
             raise RolloutError(str(error)) from error.__cause__
         finally:
             self.is_over, self.num_slots = True, 0
@@ -267,13 +268,14 @@ class EpisodeRun:
         return self._record.rollout(finish_reason, metrics, self._conversation.messages)
 
     async def _play(self, environment: Environment) -> FinishReason:
-        # Most episodes are of one turn, and their close does nothing: without a timer.
+        # Most episodes have one turn and a close that does nothing; this saves a timer.
         is_plain = type(environment) is SingleTurn
         async with nullcontext() if is_plain else closed_after(environment.close):
             return await self._run(self._take_turns(environment))
 
     async def _run(self, playing: Awaitable[FinishReason]) -> FinishReason:
-        """Why the episode ended. Waits as `run` does."""
+        """Start the environment or agent and take the turns; why the episode ended. Waits as `run`
+        does."""
         began_s = perf_counter()
         try:
             async with deadline(self.deadline_s, self._stop):
@@ -288,7 +290,8 @@ class EpisodeRun:
         raise RolloutError(f"no token was sampled within generator.{name}, which is {limit_s:g} s")
 
     async def _take_turns(self, environment: Environment) -> FinishReason:
-        """Why the episode ended. Waits for the engine, then for the environment, turn by turn."""
+        """Take turns until the episode ends; why it ended. Waits for the engine, then the
+        environment, turn by turn."""
         start, conversation = self._start, self._conversation
         context = await self._restored(environment)
         if context is None:
@@ -335,8 +338,8 @@ class EpisodeRun:
                 self._stand(OpenTurn(context, snapshot, conversation.tools))
 
     async def _restored(self, environment: Environment) -> Context | None:
-        """What the policy reads before the turn that an earlier lease has left; None: it has left
-        none, or the first, which `start` begins again. Waits for the environment."""
+        """What the policy reads before the turn that an earlier lease was in. None if there is
+        none, or it is the first turn, which `start` begins again. Waits for the environment."""
         left = self._left
         if left is None or left.open_turn is None or left.open_turn.environment is None:
             return None
@@ -356,9 +359,11 @@ class EpisodeRun:
         return left.open_turn.context
 
     def _begin_first(self, context: Context) -> None:
-        """Before the first turn: with what an earlier lease has sampled of it, if it is the same.
+        """Begin the first turn, with what an earlier lease sampled of it if the observation is the
+        same.
 
-        Of images and videos, which are large, only those of the prompt are the same by its number.
+        Images and videos are not compared: those of the prompt are known to be the same; a turn
+        with others begins again.
         """
         left, self._left = self._left, None
         self._begun = None
@@ -376,7 +381,8 @@ class EpisodeRun:
             self._standing = self._record.rollout(ABORT, metrics, messages, turn)
 
     async def _snapshot(self, environment: Environment) -> bytes | None:
-        """None: it makes none, or has failed to. Waits for the environment."""
+        """The environment's snapshot; None if it makes none, or failed to. Waits for the
+        environment."""
         take = getattr(environment, "snapshot", None)
         if take is None or self.warnings is None:
             return None
@@ -389,13 +395,13 @@ class EpisodeRun:
             return None
 
     def _warn(self, consequence: str, error: BaseException | None) -> None:
-        """Once, not for each episode."""
+        """Warn once, not for each episode."""
         if self.warnings is not None and consequence not in self.warnings:
             self.warnings.add(consequence)
             log.warning("%s: %s (%s)", consequence, error, type(error).__name__)
 
     async def _ask(self, answer: Awaitable[Answer]) -> Answer:
-        """What the environment answers. Waits for it; meanwhile another episode has the slot."""
+        """The environment's answer. While this waits for it, another episode uses the slot."""
         began_s = perf_counter()
         self.num_slots = 0
         try:
@@ -406,13 +412,13 @@ class EpisodeRun:
             self._environment_wait_s += perf_counter() - began_s
 
     def _turn(self, stop: asyncio.Event | None) -> AbstractAsyncContextManager[object]:
-        """Around a turn, or the start of the environment, which stop the episode; or around its
-        snapshot or `restore`, which the episode goes on without."""
+        """Limit the time of a block: a turn or the environment's start, whose timeout ends the
+        episode, or a snapshot or `restore`, which the episode can do without."""
         turn_s = self.settings.turn_deadline_s
         return nullcontext() if turn_s is None else deadline(turn_s, stop)
 
     def _counts(self) -> dict[str, float]:
-        """What is recorded of every episode."""
+        """The metrics recorded for every episode."""
         turns = self._record.turns
         return {
             "num_turns": float(len(turns)),
@@ -429,19 +435,20 @@ class EpisodeRun:
         handle: CompletionHandle | None = None,
         media: Sequence[Media] = (),
     ) -> Completion:
-        """A completion that the agent of this episode asks for. Waits for the engine."""
-        # Until it asks for the first time, an agent is about to.
+        """A completion for the episode's agent. Waits for the engine."""
+        # Until its first request, an agent is about to ask.
         self.num_slots = self.num_slots + 1 if self._has_asked else 1
         self._has_asked = True
         try:
             return await generate(self.engine, prompt_token_ids, sampling, handle, media)
         finally:
-            # It may outlast the episode, which has none then.
+            # The request may outlast the episode, which then uses no slot.
             self.num_slots = max(0, self.num_slots - 1)
             self.on_slot_free()
 
     async def _attend(self, agent: Agent) -> FinishReason:
-        """Why the episode ended. Waits for the agent, which asks for its turns by itself."""
+        """Let an agent play; why the episode ended. Waits for the agent, which asks for its turns
+        itself."""
         self._session = session = Session(
             self,
             self._start.renderer,

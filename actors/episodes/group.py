@@ -1,11 +1,10 @@
 """From a lease to a trajectory group: run the siblings' episodes concurrently, score, record.
 
-Invariant: a group holds facts of what was sampled and nothing derived; if a sibling fails, the
-whole group fails (RolloutError). A sibling that a limit cuts has not failed.
+Invariant: a group holds only facts about what was sampled, nothing derived from them. If a sibling
+fails, the whole group fails (RolloutError); a sibling cut by a limit has not failed.
 
-Of siblings beyond `generator.group_size` (`generator.oversample`) those that are not kept are
-counted with their tokens, so that the learner can compare the lengths of what it trains with those
-of what was sampled.
+With `generator.oversample`, siblings that are not kept are still counted with their tokens, so that
+the learner can compare trained lengths with sampled ones.
 """
 
 import asyncio
@@ -63,39 +62,39 @@ class GroupProgress:
     """The episodes of a group that is being sampled."""
 
     num_episodes: int = 0
-    """Of a group that has not begun."""
+    """Of a group that has not begun; then `episodes` counts."""
     episodes: Sequence[EpisodeRun] = ()
-    """None before it begins."""
+    """Empty before the group begins."""
     on_slot_free: Callable[[], None] = lambda: None
-    """Called when an episode begins to wait for its environment, or ends."""
+    """Called when an episode starts waiting for its environment, or ends."""
     finished: dict[int, Rollout] = field(default_factory=dict)
-    """By the number of the episode. Those that are known before the group begins are not sampled
-    again."""
+    """Finished episodes by number. Those known before the group begins are not sampled again."""
     left: Mapping[int, Rollout] = field(default_factory=dict)
-    """By number: the unfinished ones that an earlier lease has left, to go on with."""
+    """By number: unfinished episodes that an earlier lease left, to be continued."""
     is_kept: bool = False
-    """Whether somebody calls `standing`."""
+    """Whether `standing` will be called to keep siblings in the buffer."""
 
     def ask(self) -> None:
-        """Ask the engine for the tokens of unfinished turns, which `standing` has soon after."""
+        """Ask the engine for the tokens of unfinished turns; `standing` has them soon after."""
         for episode in self.episodes:
             episode.ask()
 
     def standing(self) -> dict[int, Rollout]:
-        """By number: the finished episodes, and those that another process can go on with."""
+        """By number: the finished episodes, and those that another process could continue."""
         now = {number: episode.standing() for number, episode in enumerate(self.episodes)}
         begun = {number: rollout for number, rollout in now.items() if rollout is not None}
         return {**begun, **self.finished}
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the longest sibling has sampled so far, as far as the engine has reported
-        them; -1 if it has reported none."""
+        """Tokens that the longest sibling has sampled so far, as far as the engine reports them; -1
+        if it reports none."""
         return max((episode.num_tokens for episode in self.episodes), default=-1)
 
     @property
     def num_slots(self) -> int:
-        """Slots of the engine that its episodes have, or wait for; before it begins one each."""
+        """Engine slots that its episodes have or wait for; one per episode before the group
+        begins."""
         if not self.episodes:
             return self.num_episodes
         return sum([episode.num_slots for episode in self.episodes])
@@ -109,8 +108,8 @@ class GroupProgress:
 
 
 def first_of_each(rewards: Sequence[float], count: int) -> list[int]:
-    """The places of `count` rewards, ascending: the first of each value, then the second of each,
-    and so on; those of one round that does not fit as a whole are taken in their order."""
+    """The indices of `count` rewards, ascending: the first of each value, then the second of each,
+    and so on; from a round that does not fit completely, the first ones."""
     seen: Counter[float] = Counter()
     rounds = []
     for place, reward in enumerate(rewards):
@@ -132,8 +131,8 @@ def _facts(rollout: Rollout, score: Score, segment: Segment) -> GroupFacts:
 
 
 def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> TrajectoryGroup:
-    """The group of these siblings, of which each segment is one trajectory; `fields` are its
-    further ones. Arrays are joined and checked once for the whole group.
+    """The group of these siblings; each of their segments is one trajectory. `fields` are the
+    group's other fields. Arrays are joined and checked once for the whole group.
 
     Raises:
         ValueError: an engine or an environment has recorded what no trajectory may hold.
@@ -177,7 +176,7 @@ class TruncatedGroupError(Exception):
 async def _sibling(
     progress: GroupProgress, start: EnvironmentContext, sampling: SamplingParams
 ) -> Rollout:
-    """The rollout of the episode of this index, which is kept in `progress`. Waits for it."""
+    """Run the episode at this index, unless it is finished, and keep its rollout in `progress`."""
     number, finished = start.episode_index, progress.finished
     if number not in finished:
         finished[number] = await progress.episodes[number].run(start, sampling)
@@ -186,7 +185,7 @@ async def _sibling(
 
 @dataclass(frozen=True)
 class GroupRunner:
-    """Everything a group needs beside its lease."""
+    """Samples and scores groups; holds everything a group needs besides its lease."""
 
     engine: Engine
     prompts: PromptSource
@@ -204,20 +203,20 @@ class GroupRunner:
     open_group: Callable[[EnvironmentContext], AbstractAsyncContextManager[object]] = lambda _: (
         nullcontext()
     )
-    """Around a group: what its siblings share."""
+    """A context manager around a group, for what its siblings share."""
     with_greedy_reward: bool = False
-    """Whether to score a greedy completion, too, and record its reward with every sibling."""
+    """Whether to also score a greedy completion, and record its reward with every sibling."""
     deadline_s: float = 3600.0
     """`generator.group_deadline_s`."""
     teachers: RemoteTeachers | None = None
-    """Of `algorithm.distillation`; None where nothing is trained."""
+    """The remote teachers of `algorithm.distillation`; None if nothing is trained."""
     run_seed: int | None = 0
     """`run.seed`; None: the prompts are held out."""
     warnings: set[str] = field(default_factory=set)
-    """What was said of an episode, and need not be said of each."""
+    """Warnings that were logged for one episode and need not be repeated for each."""
 
     async def run(self, lease: Lease, progress: GroupProgress | None = None) -> TrajectoryGroup:
-        """The finished group of the lease's prompt; `progress` may be read meanwhile.
+        """Sample and score the group of the lease's prompt; `progress` may be read while it runs.
 
         Waits for the siblings' completions, environments and the reward, or for the deadline.
 
@@ -233,12 +232,12 @@ class GroupRunner:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # Passed on, it would end the group's task without a word, and its lease would expire.
+            # Passed on, it would end the group's task silently, and the lease would expire.
             raise RolloutError("the environment, a tool or the reward canceled itself") from error
 
     async def _group(self, lease: Lease, progress: GroupProgress) -> TrajectoryGroup:
         context = await self._context(lease)
-        # Before anything is sampled.
+        # An error here should come before anything is sampled.
         teacher, teacher_prompt = self._lesson(context.prompt)
         async with self.open_group(context) as shared:
             finished = await self._rollouts(replace(context, shared=shared), progress)
@@ -258,8 +257,8 @@ class GroupRunner:
             return await self.teachers.score(group)
 
     def _lesson(self, prompt: Prompt) -> tuple[str, Int32Array | None]:
-        """Who teaches a prompt: the one that its row names, "" for all, and what they read in its
-        place; None: what the policy reads."""
+        """The prompt's teacher, named by its row ("": all), and the token ids that teachers read
+        instead of the prompt (None: the prompt itself)."""
         if self.teachers is None:
             return "", None
         teacher, template = self.teachers.named_by(prompt.row), self.teachers.template
@@ -271,7 +270,7 @@ class GroupRunner:
         return teacher, np.array(shown, np.int32)
 
     async def _context(self, lease: Lease) -> EnvironmentContext:
-        """What the siblings start from. Waits for a thread that reads the prompt's media."""
+        """What the siblings start from. Waits for a thread if the prompt has media to read."""
         prompt = self.prompts[lease.prompt_index]
         if not sees_media(prompt):
             return self._start_of(prompt, lease)
@@ -290,7 +289,8 @@ class GroupRunner:
     async def _rollouts(
         self, context: EnvironmentContext, progress: GroupProgress
     ) -> Sequence[Rollout | None]:
-        """The siblings', and a greedy one's if there is one; None where it was canceled."""
+        """The rollouts of the siblings, and of the greedy completion if there is one; None for
+        canceled ones."""
         samplings = [self.sampling] * self.num_episodes
         if self.with_greedy_reward:
             samplings[-1] = structs.replace(self.sampling, temperature=0.0)
@@ -319,14 +319,14 @@ class GroupRunner:
 
     @property
     def num_episodes(self) -> int:
-        """Those that are sampled of a prompt."""
+        """Episodes that are sampled for one prompt."""
         return self.group_size + self.oversample.num_siblings + self.with_greedy_reward
 
     async def _scored_group(
         self, lease: Lease, prompt: Prompt, rollouts: Sequence[Rollout], canceled: Sequence[int]
     ) -> TrajectoryGroup:
-        """The record of a group, of which a greedy rollout is not part; `canceled` are the tokens
-        of other siblings. Waits for the reward, or for as long as the episodes had."""
+        """Score the siblings and assemble the group, without the greedy rollout; `canceled` are the
+        token counts of canceled siblings. Waits for the reward, at most `deadline_s`."""
         num_greedy = int(self.with_greedy_reward)
         greedy = rollouts[len(rollouts) - num_greedy :]
         siblings, cut = self._kept(rollouts[: len(rollouts) - num_greedy])
@@ -379,7 +379,7 @@ class GroupRunner:
             ) from error
 
     def _kept(self, siblings: Sequence[Rollout]) -> tuple[Sequence[Rollout], Sequence[int]]:
-        """The siblings that stay in the group, and the tokens of each that does not."""
+        """The siblings that stay in the group, and the token counts of the others."""
         if self.settings.truncated == "keep":
             return siblings, ()
         cut = [r.num_sampled_tokens for r in siblings if r.finish_reason.is_truncated]
@@ -393,7 +393,7 @@ class GroupRunner:
         return [Score.of(score) for score in await self.reward.score(episodes)]
 
     def prefill(self, prompt: Prompt, num_turns: int) -> str:
-        """What stood of the last of so many turns before the policy went on with it."""
+        """The text that the last of `num_turns` turns already had when the policy continued it."""
         content = prompt.content
         if isinstance(content, str) or num_turns > 1 or not is_prefill(content[-1]):
             return self.renderer.prefill
@@ -414,7 +414,7 @@ class GroupRunner:
 
 
 def unbuffered_lease(purpose: str, prompt_index: int) -> Lease:
-    """Of a prompt that is sampled for an evaluation or a check, with no buffer behind it."""
+    """A lease for a prompt that is sampled for an evaluation or a check, without a buffer."""
     return Lease(
         lease_id=f"{purpose}/{prompt_index}",
         prompt_index=prompt_index,

@@ -31,9 +31,9 @@ from streamrl.user_code import attributed_to, is_user_code, load_user_code
 async def open_group(
     entry: EnvironmentEntry, context: EnvironmentContext, *, deadline_s: float
 ) -> AsyncIterator[object]:
-    """Around a group: what its siblings share as `context.shared`, if the environment has a class
-    method `open_group`, which takes the context and returns an asynchronous context manager. Waits
-    until it is open; `generator.group_deadline_s` unblocks.
+    """Open what a group's siblings share as `context.shared`, if the environment has a class method
+    `open_group`, which takes the context and returns an asynchronous context manager. Waits until
+    it is open, at most `generator.group_deadline_s`.
 
     Raises:
         RolloutError: it cannot be opened or closed.
@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FirstGroups:
-    """What came of the first prompts of a stream."""
+    """The results for the first prompts of a stream."""
 
     groups: tuple[TrajectoryGroup, ...]
     """In the order of the prompts, without those that are too long or failed."""
@@ -85,7 +85,7 @@ class MixedRunner:
     runners: Mapping[str, GroupRunner]
 
     def of(self, prompt_index: int) -> GroupRunner:
-        """The one of the entry that plays the prompt."""
+        """The runner for the environment that plays this prompt."""
         return self.runners[self.stream.entry_at(prompt_index).name]
 
     async def run_first(
@@ -95,8 +95,8 @@ class MixedRunner:
         max_num_seqs: int,
         on_done: Callable[[], None] = lambda: None,
     ) -> FirstGroups:
-        """A group of each of the first prompts, with no buffer behind them: what validations and
-        evaluations are made of. Waits for the engine.
+        """Run a group for each of the first prompts, without a buffer, for validations and
+        evaluations. Waits for the engine.
 
         Args:
             on_done: called as each prompt is finished.
@@ -104,7 +104,8 @@ class MixedRunner:
         Raises:
             RolloutError: every prompt that is not too long failed.
         """
-        # An episode's deadline counts from its begin, so few wait in the engine: as many as run.
+        # An episode's deadline counts from its start, so only as many wait in the engine as run
+        # there.
         largest = max(runner.group_size for runner in self.runners.values())
         room = asyncio.Semaphore(math.ceil(2 * max_num_seqs / largest))
 
@@ -132,7 +133,8 @@ class MixedRunner:
         return FirstGroups(groups, outcomes.count(None), len(failures))
 
     def single(self) -> "MixedRunner":
-        """One response to each prompt, whatever ends it, and none beside it."""
+        """The same runner, with one response per prompt, however it ends, and nothing else
+        sampled."""
         runners = {
             name: replace(
                 runner,
@@ -147,7 +149,7 @@ class MixedRunner:
         return replace(self, runners=runners)
 
     def played_by(self, agents: Mapping[str, Agent]) -> "MixedRunner":
-        """With these agents, by the names of their entries, in the place of environments."""
+        """The same runner, with these agents instead of environments, by entry name."""
         played = {
             name: replace(self.runners[name], make_environment=partial(_same, agent))
             for name, agent in agents.items()
@@ -155,7 +157,7 @@ class MixedRunner:
         return replace(self, runners={**self.runners, **played})
 
     def changed(self, **fields: Any) -> "MixedRunner":
-        """Every group runner with these fields."""
+        """The same runner, with these fields changed in every group runner."""
         runners = {name: replace(runner, **fields) for name, runner in self.runners.items()}
         return replace(self, runners=runners)
 
@@ -168,7 +170,7 @@ def _same(agent: Agent) -> Agent:
 def make_runner(
     config: RunConfig, engine: Engine, renderer: ChatRenderer, stream: Stream
 ) -> MixedRunner:
-    """Samples groups with the settings of `generator`.
+    """The runner of groups, with the settings of `generator`.
 
     Raises:
         ConfigError: an environment, a tool or a reward cannot be made.

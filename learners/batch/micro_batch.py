@@ -175,8 +175,9 @@ class SharedPrompts:
         """None if more than the share `most` of the tokens would be left.
 
         Args:
-            lengths: [S] tokens of each trajectory, `token_ids` [N] being those of all. prompts: [S]
-            tokens of its prompt, which others may share. predictors: [R] positions in N, rising.
+            lengths: [S] tokens of each trajectory, `token_ids` [N] being those of all.
+            prompts: [S] tokens of its prompt, which others may share.
+            predictors: [R] positions in N, rising.
             routed_experts: [N] these must be equal, too.
         """
         sizes = np.array(lengths, np.int64)

@@ -50,9 +50,9 @@ log = logging.getLogger(__name__)
 class LearnerStart:
     """`checkpoint` is None for the model of the configuration.
 
-    `history` survives once the learner has attached; `reason` is why newer checkpoints are then
-    abandoned, if there are any. `lines_from` is the folder whose `metrics.jsonl` and
-    `trained.jsonl` have the steps of this history, None if they are nowhere.
+    `history` becomes the surviving one once the learner has attached; `reason` says why any newer
+    checkpoints are abandoned then. `lines_from` is the folder whose `metrics.jsonl` and
+    `trained.jsonl` have the steps of this history, None if there is none.
     """
 
     checkpoint: Checkpoint | None

@@ -170,8 +170,8 @@ class CheckpointWriter:
         the previous save has ended.
 
         Args:
-            means: of metrics by which the best checkpoints are kept; used on the first rank. flush:
-            writes what must be on disk before the checkpoint; called before the copy.
+            means: of metrics by which the best checkpoints are kept; used on the first rank.
+            flush: writes what must be on disk before the checkpoint; called after the copy.
 
         Returns:
             A future of the checkpoint, done once it is durable and older ones are deleted. It

@@ -1,4 +1,5 @@
-"""The inference library behind one generator, and the weights' way to it is `Engine.load_weights`.
+"""The interface of the inference library behind a generator; weights reach it by
+`Engine.load_weights`.
 
 An engine is made by `actors.engines.make_engine`; `actors.episodes` and `actors.gateway` call it.
 """
@@ -13,21 +14,21 @@ from streamrl.types import Completion, LoadReport, Media, SamplingParams, Weight
 
 @dataclass(eq=False)
 class CompletionHandle:
-    """What the caller of `Engine.generate` and the engine share while a completion is sampled."""
+    """Shared by the caller of `Engine.generate` and the engine while a completion is sampled."""
 
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the caller: the completion ends with the tokens that it has."""
+    """Set by the caller: end the completion with the tokens it has."""
     num_tokens: int = -1
     """Set by the engine: tokens sampled so far; stays -1 if it does not report them."""
     is_asked: bool = False
-    """Set by the caller to ask for `sampled`, and back by the engine."""
+    """Set by the caller to ask for `sampled`; reset by the engine."""
     sampled: Completion | None = None
-    """Set by an engine that was asked, at the next token: the unfinished completion, as
-    `FinishReason.ABORT`. Another one that reads it behind the prompt goes on with it."""
+    """Set by the engine, if asked, at the next token: the unfinished completion, as
+    `FinishReason.ABORT`. A request with the prompt and these tokens continues it."""
 
 
 class Sampler(Protocol):
-    """Token ids in, token ids out: all of an engine that an episode needs."""
+    """Token ids in, token ids out: the part of an engine that an episode needs."""
 
     async def generate(
         self,
@@ -41,11 +42,11 @@ class Sampler(Protocol):
         `media` are the images and videos of the prompt, in the order of their places in it; the
         prompt holds a placeholder token for each token that the model reads of them.
 
-        Once `handle.stop` is set it ends at the next token, as `FinishReason.DEADLINE`, with what
-        was sampled, which may be nothing. Requests that wait for a slot are stopped as well.
+        Once `handle.stop` is set, it ends at the next token, as `FinishReason.DEADLINE`, with what
+        was sampled, which may be nothing. That holds for requests waiting for a slot, too.
 
         Raises:
-            RolloutError: this request cannot be served; others are not touched.
+            RolloutError: this request cannot be served; others are not affected.
         """
         ...
 
@@ -60,8 +61,8 @@ class Engine(Sampler, Protocol):
 
     @property
     def learner_id(self) -> str:
-        """The learner that made this version, "" for the weights of the model's folder: another
-        learner may make other ones with the same number."""
+        """The learner that made this version, "" for the weights of the model's folder. Another
+        learner may make a different version with the same number."""
         ...
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
@@ -69,8 +70,8 @@ class Engine(Sampler, Protocol):
         ...
 
     def gauges(self) -> Mapping[str, float]:
-        """Readings: `num_active`, `num_waiting`; running totals: `num_tokens`, `pause_s`. An engine
-        that knows it adds `kv_usage`, the share of its KV cache in use."""
+        """Readings: `num_active`, `num_waiting`; running totals: `num_tokens`, `pause_s`. Engines
+        that know it add `kv_usage`, the share of the KV cache in use."""
         ...
 
     async def close(self) -> None:

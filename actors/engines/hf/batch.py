@@ -1,4 +1,4 @@
-"""The running batch: requests join, get one token each per step, and leave when they are done.
+"""The running batch: requests join, get one token per step, and leave when done.
 
 Invariant: every token was sampled by the weights of the version recorded with it, and a request's
 result does not depend on the other requests (up to floating-point rounding). Not thread safe: only
@@ -27,7 +27,8 @@ _PREFILL_TOKENS = 16384
 
 
 class HfRequest(Struct, eq=False):
-    """One request; `is_canceled` and the handle's stop may be set at any time, from any thread."""
+    """One request; `is_canceled` and the handle's `stop` may be set at any time, from any
+    thread."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -35,7 +36,7 @@ class HfRequest(Struct, eq=False):
     is_canceled: bool = False
     media: tuple[Media, ...] = ()
     offset: int = 0
-    """Of the positions behind the prompt in the position embedding, see `VisionTower.offset`."""
+    """Offset of positions after the prompt in the position embedding; see `VisionTower.offset`."""
 
     @property
     def is_stopped(self) -> bool:
@@ -47,7 +48,7 @@ class HfRequest(Struct, eq=False):
 
 
 class Content(NamedTuple):
-    """What a prefill computes once for all requests that have it."""
+    """A prompt, which a prefill computes once for all requests that have it."""
 
     token_ids: tuple[int, ...]
     media: tuple[Media, ...]
@@ -100,7 +101,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Computes what the running rows have cached again, with the weights of now."""
+        """Compute the caches of the running rows again, with the current weights."""
         self._cache.clear()
         first = 0
         # A row's last token is the input of its next step.
@@ -169,8 +170,8 @@ class RunningBatch:
     def _prefill(
         self, first: int, contents: list[Content], *, is_recorded: bool = True
     ) -> tuple[torch.Tensor, Sequence[Experts | None]]:
-        """Logits [k, V] behind each prompt's last token, and the experts of its tokens if they are
-        to be recorded; rows first, first + 1, ... continue."""
+        """Logits [k, V] after each prompt's last token, and its tokens' experts if they are
+        recorded; rows first, first + 1, ... continue from here."""
         unique = list(dict.fromkeys(contents))
         index = {content: i for i, content in enumerate(unique)}
         of = torch.tensor([index[content] for content in contents], device=self._device)
@@ -190,8 +191,8 @@ class RunningBatch:
         return output.logits[of, last[of]], [experts[index[content]] for content in contents]
 
     def _chunks(self, contents: list[Content]) -> Iterator[list[Content]]:
-        """Runs of the contents that share a prefill: of _PREFILL_TOKENS with padding at most, and
-        of one length where padding would be read."""
+        """Runs of contents that share a prefill: at most _PREFILL_TOKENS including padding, and of
+        equal length if the model would read padding."""
         joins_lengths = self._cache.joins_lengths and (
             self._tower is None or isinstance(self._cache, SlotCache)
         )
@@ -229,7 +230,7 @@ class RunningBatch:
 
 
 class StopSets:
-    """The tokens that end a completion, one table row [V] for each distinct set."""
+    """The tokens that end a completion: one table row [V] for each distinct set."""
 
     def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
         self._eos_token_ids = eos_token_ids
@@ -252,6 +253,6 @@ class StopSets:
     def forbid(
         self, logits: torch.Tensor, sets: NDArray[np.int64], rows: NDArray[np.bool_]
     ) -> torch.Tensor:
-        """-inf at the stops of these rows, in place."""
+        """Set the logits of these rows' stop tokens to -inf, in place."""
         stops = torch.from_numpy(self._table[sets] & rows[:, None]).to(logits.device)
         return logits.masked_fill_(stops, -torch.inf)

@@ -1,4 +1,4 @@
-"""The caches of the running batch, and which of the two a model decodes with.
+"""The two caches of the running batch, `SlotCache` and `ModelCache`, and the choice between them.
 
 Shapes: n running rows, P prefilled rows, Q query heads, H key-value heads, L positions, D head
 width.
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class Compaction(NamedTuple):
-    """Which rows move when some leave: `sources[i]` to `targets[i]` [k]; `size` rows stay.
+    """Which rows move when some leave: `sources[i]` to `targets[i]` [k]; `size` rows remain.
 
-    Running rows are the first ones, without a gap. Only rows behind the new end move, each into the
-    place of one that leaves, so no place is read after it was written.
+    Running rows come first, without gaps. Only rows beyond the new end move, each into the place of
+    a leaving one, so no place is read after it was written.
     """
 
     size: int
@@ -45,34 +45,35 @@ class Compaction(NamedTuple):
 
     @classmethod
     def of(cls, leaves: NDArray[np.bool_]) -> "Compaction":
-        """For `leaves` [n], true where a running row leaves."""
+        """The compaction for `leaves` [n], true for each running row that leaves."""
         size = len(leaves) - int(np.count_nonzero(leaves))
         return cls(size, np.flatnonzero(leaves[:size]), size + np.flatnonzero(~leaves[size:]))
 
     def apply(self, rows: list[Any]) -> None:
-        """Moves the entries of a list with one for each row."""
+        """Move the entries of a list that has one per row."""
         for target, source in zip(self.targets.tolist(), self.sources.tolist(), strict=True):
             rows[target] = rows[source]
         del rows[self.size :]
 
 
 class Prefill(NamedTuple):
-    """`inputs` of the model; `last` [P] is the index of each prompt's last kept logits."""
+    """A prefill's `inputs` for the model; `last` [P] is the index of each prompt's last kept
+    logits."""
 
     inputs: dict[str, Any]
     last: torch.Tensor
 
 
-# Short slots are read faster, and copying all of them every so many positions costs less than one
-# step's attention.
+# Slots grow by so many positions: short ones are read faster, and copying them now and then costs
+# less than one step's attention.
 _GROWTH = 32
-# Positions that attention reads, at least: a CPU's softmax takes fewer numbers than fill a register
-# one by one, and so does a product of fewer than 25 positions of width 16.
+# The fewest positions that attention reads: on a CPU, softmax over less than a register, and a
+# product over fewer than 25 positions of width 16, go number by number.
 _NARROWEST = 32
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values [slots, H, L, D], grown as positions are reached."""
+    """One layer's keys and values [slots, H, L, D]; L grows as needed."""
 
     def __init__(self, owner: "SlotCache") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -93,8 +94,8 @@ class SlotLayer(CacheLayerMixin):
             self._keys, self._values = pad(self._keys, more), pad(self._values, more)
 
     def join(self, first: int, keys: torch.Tensor, values: torch.Tensor, of: torch.Tensor) -> None:
-        """Rows first.. get the prefilled rows `of` of keys and values [P, H, length, D], which
-        `of` has in their order and each of them once or more."""
+        """Rows from `first` on get the prefilled rows `of` of keys and values [P, H, length, D];
+        `of` names each of them at least once, in order."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         rows, length = slice(first, first + len(of)), keys.shape[2]
@@ -102,14 +103,15 @@ class SlotLayer(CacheLayerMixin):
             whole[rows, :, :length] = news if len(of) == len(news) else news.index_select(0, of)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
-        """The first `length` positions of the rows `sources` [k] go to `targets` [k]."""
+        """Copy the first `length` positions of the rows `sources` [k] to `targets` [k]."""
         for whole in (self._keys, self._values):
             whole[targets, :, :length] = whole[sources, :, :length]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes one position of every running row [n, H, 1, D]; returns all up to the longest."""
+        """Write one position of every running row [n, H, 1, D]; returns all positions up to the
+        longest row's."""
         owner = self._owner
         running = len(key_states)
         for whole, news in ((self._keys, key_states), (self._values, value_states)):
@@ -132,12 +134,12 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """The cache of a decoding forward pass: one slot per sequence.
 
-    Rows 0..n-1 are running, so attention reads views and gathers nothing. The mask excludes stale
+    Rows 0..n-1 are running, so attention reads views and gathers nothing. A mask excludes stale
     values beyond a row's length.
     """
 
     joins_lengths = True
-    """Whether prompts of several lengths share a prefill."""
+    """Whether prompts of different lengths may share a prefill."""
 
     def __init__(
         self, num_layers: int, num_slots: int, argument: str, device: torch.device
@@ -154,8 +156,8 @@ class SlotCache(Cache):
         super().__init__(layers=list(self._slots))
 
     def point_at(self, positions: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-        """Inputs of the pass that writes these positions [n], with an additive mask
-        [n, 1, 1, L], or None where all rows are that long."""
+        """Inputs of the pass that writes these positions [n], with an additive mask [n, 1, 1, L],
+        or None if all rows are equally long."""
         self._positions, self._indices = positions, {}
         shortest, longest = torch.stack(torch.aminmax(positions)).tolist()
         self.longest = max(longest + 1, _NARROWEST)
@@ -183,8 +185,8 @@ class SlotCache(Cache):
                 layer.grow(self.capacity)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
-        """What a forward pass takes of these prompts, together with a cache that it fills. Padding
-        is on the right, where causal attention does not read it."""
+        """The inputs of a forward pass over these prompts, with a cache that it fills. Padding is
+        on the right, where causal attention does not read it."""
         longest = max(map(len, prompts))
         rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
@@ -194,14 +196,15 @@ class SlotCache(Cache):
         return Prefill(inputs, last)
 
     def join(self, first: int, inputs: dict[str, Any], of: torch.Tensor) -> None:
-        """Slots first, first + 1, ... continue the rows `of` [k] of what a prefill has filled."""
+        """Slots first, first + 1, ... continue the rows `of` [k] of a filled prefill."""
         prefilled = inputs[self._argument]
         self.reserve(prefilled.get_seq_length())
         for slot, layer in zip(self._slots, prefilled.layers, strict=True):
             slot.join(first, layer.keys, layer.values, of)
 
     def compact(self, moves: Compaction, length: int) -> None:
-        """Rows that leave free their slots for those that move, of at most so many positions."""
+        """Free the slots of rows that leave, moving others of at most `length` positions into
+        them."""
         if len(moves.sources):
             sources = torch.from_numpy(moves.sources).to(self._device)
             targets = torch.from_numpy(moves.targets).to(self._device)
@@ -209,7 +212,7 @@ class SlotCache(Cache):
                 layer.move(sources, targets, length)
 
     def clear(self) -> None:
-        """Before rows join again: a slot is overwritten by whoever joins it."""
+        """Nothing to do before rows join again: whoever joins a slot overwrites it."""
 
 
 Rows = tuple[DynamicCache, torch.Tensor]
@@ -217,10 +220,10 @@ Rows = tuple[DynamicCache, torch.Tensor]
 
 
 class ModelCache:
-    """Implements what `SlotCache` does, for layers of transformers' caches with windows or states.
+    """Does the same as `SlotCache`, for transformers' caches whose layers have windows or states.
 
     All rows have `_length` past positions; shorter rows are padded on the left, where the mask
-    hides them. Rows that leave are dropped, and lengths cut, before the next pass.
+    hides it. Rows that leave are dropped, and lengths cut, before the next pass.
     """
 
     def __init__(self, model: PreTrainedModel, argument: str, device: torch.device) -> None:
@@ -229,14 +232,15 @@ class ModelCache:
         self._device = device
         layers = DynamicCache(config=model.config).layers
         self._has_keys = any(isinstance(layer, CacheLayerMixin) for layer in layers)
-        # A state would take up the padding.
+        # A recurrent state would absorb the padding.
         self.joins_lengths = not any(
             isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
         )
         self.clear()
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefill:
-        """Padding is on the left, under a mask; prompts of one length have neither."""
+        """As `SlotCache.prefill`. Padding is on the left, under a mask; prompts of one length have
+        neither."""
         longest, device = max(map(len, prompts)), self._device
         rows = [[*[0] * (longest - len(prompt)), *prompt] for prompt in prompts]
         inputs: dict[str, Any] = {"input_ids": torch.tensor(rows, device=device)}
@@ -249,7 +253,7 @@ class ModelCache:
         return Prefill(inputs, torch.full((len(prompts),), -1, device=device))
 
     def join(self, first: int, inputs: dict[str, Any], of: torch.Tensor) -> None:
-        """Rows first, first + 1, ... continue the rows `of` [k] of what a prefill has filled."""
+        """Rows first, first + 1, ... continue the rows `of` [k] of a filled prefill."""
         length = inputs["input_ids"].shape[1]
         parts = [(inputs[self._argument], of)]
         if self._order:
@@ -290,7 +294,7 @@ class ModelCache:
 
 
 def _joined(parts: list[tuple[Any, torch.Tensor]], length: int) -> Any:
-    """A layer with these rows of other layers, `length` positions long."""
+    """A layer made of these rows of other layers, `length` positions long."""
     layer = copy.copy(parts[0][0])
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for name in ("conv_states", "recurrent_states"):
@@ -311,7 +315,7 @@ def _joined(parts: list[tuple[Any, torch.Tensor]], length: int) -> Any:
 
 
 def _fit(held: torch.Tensor, length: int) -> torch.Tensor:
-    """The last `length` positions [P, H, L, D], filled up with zeros in front."""
+    """The last `length` positions [P, H, L, D], padded with zeros in front."""
     num_held = held.shape[2]
     if num_held >= length:
         return held[:, :, num_held - length :]
@@ -332,8 +336,8 @@ def slot_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output [n, 1, Q, D] for query [n, Q, 1, D], key and value [n, H, L, D], an additive mask.
 
-    On views: transformers' sdpa, which prefills use, repeats keys and values for grouped heads and
-    copies strided ones.
+    Works on views; transformers' sdpa, which prefills use, repeats keys and values for grouped
+    heads and copies strided ones.
     """
     rows, heads, length, width = query.shape
     if length > 1:
@@ -343,7 +347,7 @@ def slot_attention(
     scale = scaling or width**-0.5
     grouped = query.view(rows, key.shape[1], heads // key.shape[1], width)
     if query.device.type == "cpu" and query.dtype != torch.float32:
-        # A matrix product would copy the views that it reads.
+        # A matrix product would copy these views.
         attended = scaled_dot_product_attention(grouped, key, value, attention_mask, scale=scale)
     else:
         scores = torch.matmul(grouped * scale, key.transpose(2, 3))
@@ -366,7 +370,7 @@ _LAYERS = {
     "LinearAttentionAndFullAttentionLayer": "layers with a state",
     "LinearAttentionAndSlidingWindowAttentionLayer": "layers with a state",
 }
-"""Of a cache that is arranged anew exactly, by class; an index of the keys would choose others."""
+"""Layer classes that can be rearranged exactly; an index of keys, for example, cannot."""
 _WORDS = {
     **_LAYERS,
     "sliding_window": "sliding windows",
@@ -375,7 +379,7 @@ _WORDS = {
 }
 _IN_THE_MASK = frozenset({"sliding_window"})
 _HARMLESS = frozenset({"is_causal", "position_ids", "use_cache", "dropout"})
-"""Arguments of attention that a decode step's mask and positions say as well."""
+"""Arguments of attention that a decode step's mask and positions already express."""
 
 
 # From 5.24 on transformers says `cache` for the other two; a model's own code may still say them.
@@ -401,13 +405,14 @@ def cache_argument(model: PreTrainedModel) -> str:
 def cache_of(
     model: PreTrainedModel, num_slots: int, device: torch.device
 ) -> SlotCache | ModelCache:
-    """Slots, unless the model has what they do not compute; sets the attention it decodes with.
+    """A `SlotCache`, unless the model needs what slots do not compute; sets the attention to decode
+    with.
 
-    A forward pass of one token shows what the model asks of its attention; the layers of the cache
-    that transformers makes for it show what it keeps.
+    A forward pass over one token shows what the model asks of its attention, and the layers of the
+    cache that transformers makes show what it keeps.
 
     Raises:
-        ConfigError: it keeps what cannot be arranged anew as its requests join and leave.
+        ConfigError: it keeps something that cannot be rearranged as requests join and leave.
     """
     config, argument = model.config.get_text_config(), cache_argument(model)
     layers = DynamicCache(config=model.config).layers
@@ -422,7 +427,7 @@ def cache_of(
     if not kinds and not asked and num_calls == len(layers) == config.num_hidden_layers:
         set_attention(model, NAME)
         return SlotCache(config.num_hidden_layers, num_slots, argument, device)
-    # transformers' sdpa leaves out what it does not know; eager attention is a family's own.
+    # transformers' sdpa ignores arguments it does not know; eager attention is each family's own.
     set_attention(model, "eager" if asked - _IN_THE_MASK or not num_calls else own or "sdpa")
     words = {_WORDS.get(name, name) for name in kinds | asked}
     log.warning(
@@ -434,7 +439,7 @@ def cache_of(
 
 
 def _arguments(model: PreTrainedModel) -> tuple[int, frozenset[str]]:
-    """How often a forward pass attends, and with which arguments beyond the usual ones."""
+    """How often a forward pass calls attention, and with which unusual arguments."""
     asked: set[str] = set()
     num_calls = 0
 
@@ -453,7 +458,7 @@ def _arguments(model: PreTrainedModel) -> tuple[int, frozenset[str]]:
             for name, value in kwargs.items()
             if name not in _HARMLESS | {"scaling"} and (isinstance(value, torch.Tensor) or value)
         )
-        # A token alone attends to itself, whatever else was asked for.
+        # A single token attends to itself, whatever else is asked for.
         return sdpa_attention_forward(module, query, key, value, attention_mask)
 
     AttentionInterface.register(_PROBE, probe)

@@ -1,14 +1,14 @@
 """The HF engine: a transformers model in this process, with continuous batching.
 
-One thread decodes; the event loop gives it requests and weights and gets completions. Between two
-tokens the thread admits requests, returns finished ones and swaps weights, so no request waits for
-the longest completion, and an update interrupts none.
+One thread decodes; the event loop hands it requests and weights and gets completions back. Between
+two tokens the thread admits requests, returns finished ones and swaps weights, so no request waits
+for the longest completion and no update interrupts one.
 
-Invariant: every request gets one answer: a completion, a RolloutError of its own, or, if the thread
-has ended with an error, that error.
+Invariant: every request gets one answer: a completion, its own RolloutError, or, if the thread has
+died, the thread's error.
 
-The model is as transformers loads it; `generator.engine_kwargs` add to what the settings say, and
-contradict none of it.
+The model is loaded by transformers; `generator.engine_kwargs` may add to the settings, but not
+contradict them.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from streamrl.weights.transports.receive import TransferReceiver
 
 @dataclass(frozen=True)
 class _Copy:
-    """A set of parameters: its bytes, and views of them by name."""
+    """A set of parameters: its bytes, and a view of each parameter by name."""
 
     manifest: tuple[TensorSpec, ...]
     data: torch.Tensor
@@ -60,8 +60,8 @@ class SpareWeights:
 
     `swap` exchanges storage pointers, so sampling pauses for microseconds however large the model
     is. Each set has the layout of the update's bytes, so an update in the engine's precision is
-    received in place. Of LoRA's factors, which are merged on arrival, each set holds the matrices
-    that have some, and their base is kept beside them.
+    received in place. LoRA factors are merged on arrival: then a set holds only the matrices with
+    factors, and their base is kept besides.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -73,11 +73,11 @@ class SpareWeights:
         }
 
     def landing(self, manifest: tuple[TensorSpec, ...]) -> torch.Tensor | None:
-        """The memory to receive the update in place, None if it is in another precision. Called
-        once for each update, before `stage`.
+        """Memory to receive the update in place; None if its precision differs. Called once for
+        each update, before `stage`.
 
         Raises:
-            WeightTransferError: it is of LoRA's factors, after one of a whole model.
+            WeightTransferError: the update holds LoRA factors, and an earlier one a whole model.
         """
         own = self._own(manifest)
         if self._spare is None or self._spare.manifest != own:
@@ -85,12 +85,12 @@ class SpareWeights:
         return self._spare.data if own == manifest else None
 
     def base(self, name: str) -> torch.Tensor:
-        """The parameter as it was at the engine's start."""
+        """The parameter as it was when the engine started."""
         assert self._base is not None, "landing() refused the factors"
         return self._base[name]
 
     def _own(self, manifest: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """What is staged of the update, in the engine's precision."""
+        """The part of the update that is staged, in the engine's precision."""
         names = tuple(spec.name for spec in manifest)
         if not lora.is_of_factors(manifest):
             self._base = None
@@ -107,7 +107,7 @@ class SpareWeights:
         )
 
     def stage(self, received: lora.Tensors) -> None:
-        """Keeps the tensors of an update for the next swap, in the engine's precision, factors
+        """Keep an update's tensors for the next swap, in the engine's precision, with factors
         merged into their matrices."""
         assert self._spare is not None, "landing() was called"
         for name, tensor in lora.merged(received, self.base):
@@ -116,7 +116,7 @@ class SpareWeights:
                 view.copy_(tensor)
 
     def swap(self) -> None:
-        """Makes the staged set active, and the active one the next staging area."""
+        """Make the staged set active; the active one becomes the next staging area."""
         assert self._spare is not None, "nothing was staged"
         for name, staged in self._spare.views.items():
             self._active[name].data = staged
@@ -127,8 +127,8 @@ def load_model(config: RunConfig) -> PreTrainedModel:
     """The model at `model.path` in `generator.dtype`, on the CPU.
 
     Raises:
-        ConfigError: there is none, or not all of it, or it cannot be made with
-            `generator.engine_kwargs`, or `generator.lm_head_dtype` finds no LM head.
+        ConfigError: the model is missing or incomplete, cannot be made with
+            `generator.engine_kwargs`, or has no LM head for `generator.lm_head_dtype`.
     """
     path, trust = config.model.path, config.model.trust_remote_code
     kwargs = config.generator.engine_kwargs
@@ -152,7 +152,8 @@ def load_model(config: RunConfig) -> PreTrainedModel:
 
 
 def _use_float32_head(model: PreTrainedModel) -> None:
-    """Logits in float32, from the weights that there are (MiniMax-M1, arXiv 2506.13585, 3.2)."""
+    """Compute logits in float32 from the weights as they are (MiniMax-M1, arXiv 2506.13585, section
+    3.2)."""
     head: Any = model.get_output_embeddings()
     is_linear = type(head) is torch.nn.Linear
     if not is_linear:
@@ -250,7 +251,7 @@ class HfEngine(UpdatableEngine):
         if media:
             if self._tower is None:
                 raise RolloutError("a prompt has images, and the model of model.path sees none")
-            # It decodes the media, ahead of the prefill that needs them.
+            # This decodes the media, before the prefill that needs them.
             offset_of = self._tower.offset
             request.offset = await asyncio.to_thread(offset_of, request.prompt, request.media)
         request.handle.num_tokens = 0
@@ -265,7 +266,8 @@ class HfEngine(UpdatableEngine):
             request.is_canceled = True
 
     def _submit(self) -> None:
-        """Hands on together what has arrived in one turn of the event loop: one prefill."""
+        """Hand over together what arrived in one turn of the event loop, so that it shares a
+        prefill."""
         arrived, self._arrived = self._arrived, []
         with self._wake:
             if self._failure is None and not self._is_closed:
@@ -284,8 +286,8 @@ class HfEngine(UpdatableEngine):
         }
 
     async def close(self) -> None:
-        """Waits for the decoding thread's current step, CLOSE_S at most; a thread that hangs in it
-        ends with the process."""
+        """Waits at most CLOSE_S for the decoding thread's current step; a thread that hangs ends
+        with the process."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -302,7 +304,7 @@ class HfEngine(UpdatableEngine):
         self._weights.stage(self._transfer.tensors(update, landing))
 
     async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        """Waits for the decoding thread to swap between two steps; its end unblocks, too."""
+        """Waits until the decoding thread has swapped between two steps, or has ended."""
         swapped: asyncio.Future[float] = self._loop.create_future()
 
         def swap() -> None:
@@ -339,7 +341,7 @@ class HfEngine(UpdatableEngine):
             raise
 
     def _decode(self) -> None:
-        """One step per turn. Waits only without any request; a request or a swap unblocks."""
+        """Decode, one step per turn. Without requests it waits for one, or for a swap."""
         while True:
             with self._wake:
                 self._wake.wait_for(self._has_work)
@@ -359,8 +361,8 @@ class HfEngine(UpdatableEngine):
         return bool(self._is_closed or self._commands or self._waiting or len(self._batch))
 
     def _admit(self) -> list[HfRequest]:
-        """All that wait, or as many as have slots once enough are free: a prefill delays the
-        running requests by about one step, so slots are filled many at a time."""
+        """Admit all waiting requests if there are slots for all; otherwise fill slots once enough
+        are free: a prefill delays running requests by about one step, so many share one."""
         self._answer_stopped()
         free = self._batch.num_slots - len(self._batch)
         if free < min(len(self._waiting), max(1, self._batch.num_slots // 8)):

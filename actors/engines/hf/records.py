@@ -1,10 +1,10 @@
-"""The tokens sampled so far by the running rows, as columns, so that a step has no loop over rows.
+"""What the running rows have sampled so far, as columns, so that a step does not loop over rows.
 
 Invariant: row i of every column belongs to the i-th running request. Shapes: n running rows, M
 tokens of the longest completion so far (columns grow), L decoder layers, K experts of a token.
 
-A token keeps the experts of the pass that its log-probability, or that of the token behind it, is
-of; passes that only fill a cache again record nothing.
+A token keeps the experts of the pass that its log-probability, or the next token's, comes from;
+passes that only refill a cache record nothing.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ Experts = NDArray[np.int16]
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """Of one request: an array for each token sampled so far."""
+    """One request's records: an array for each token sampled so far."""
 
     keeps_mask: bool
     num_top: int
@@ -43,7 +43,7 @@ class _Row:
     top_ids: list[NDArray[Any]] = field(default_factory=list)
     top_logprobs: list[NDArray[Any]] = field(default_factory=list)
     experts: list[Experts] | None = None
-    """[P, L, K] of its prompt, then [1, L, K] of each token; None if it asks for no record."""
+    """[P, L, K] of the prompt, then [1, L, K] of each token; None if none are recorded."""
 
 
 _COLUMNS = np.dtype(
@@ -64,7 +64,7 @@ _FIRST_CAPACITY = 64
 
 
 class Records:
-    """Of the running rows; they open at the end."""
+    """The records of the running rows; new rows are added at the end."""
 
     def __init__(self, num_slots: int) -> None:
         self._columns = np.zeros(num_slots, _COLUMNS)
@@ -80,9 +80,9 @@ class Records:
         offset: int,
         experts: Experts | None,
     ) -> None:
-        """Adds a last row whose completion may have `limit` tokens; `offset` is the distance of
-        their positions in the position embedding from those in the row, and `experts` those of its
-        prompt, if they are known."""
+        """Add a row at the end, whose completion may have `limit` tokens. `offset` is the distance
+        between positions in the position embedding and in the row; `experts` are the prompt's, if
+        known."""
         place = (0, prompt_length, limit, offset, sampling.min_new_tokens, stop_set)
         truncation = (sampling.top_k, sampling.top_p, sampling.temperature)
         self._columns[len(self._rows)] = (*place, *truncation)
@@ -115,14 +115,14 @@ class Records:
                     row.top_logprobs.append(values[: row.num_top][is_possible])
 
     def append_experts(self, experts: Sequence[Experts]) -> None:
-        """Of the one token that each row gave the model."""
+        """Append the experts of the one token that each row gave the model."""
         for row, own in zip(self._rows, experts, strict=True):
             if row.experts is not None:
                 row.experts.append(own)
 
     @property
     def columns(self) -> NDArray[np.void]:
-        """Lengths, sampling and stops [n], by the names of `_COLUMNS`."""
+        """Lengths, sampling parameters and stop sets [n], by the names of `_COLUMNS`."""
         return self._columns[: len(self._rows)]
 
     @property
@@ -131,7 +131,7 @@ class Records:
 
     @property
     def num_top(self) -> int:
-        """The most that a row asks for."""
+        """The largest number that a row asks for."""
         return max((row.num_top for row in self._rows), default=0)
 
     @property
@@ -184,12 +184,12 @@ class Records:
 
 
 class ExpertWatch:
-    """Which experts the tokens of the last pass were given to, as the model's routers say."""
+    """Watches the model's routers: which experts the tokens of the last pass were given to."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """
         Raises:
-            ConfigError: the model has no routers, or ones that are not known.
+            ConfigError: the model has no routers, or unknown ones.
         """
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._last: dict[int, torch.Tensor] = {}

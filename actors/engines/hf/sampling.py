@@ -1,4 +1,4 @@
-"""One token per row, from logits; the log-probability is that of the distribution sampled from.
+"""Samples one token per row from logits, with its log-probability in the distribution sampled from.
 
 Shapes: n rows, V vocabulary. Rows may differ in every parameter. Sampling inverts the cumulative
 distribution at one uniform number per row: a seeded row takes one number of its own generator, and
@@ -21,9 +21,10 @@ class Sampled(NamedTuple):
     logprobs: torch.Tensor
     """[n] float32 (nats)"""
     kept: torch.Tensor | None
-    """[M, 2] row and id of each token that truncation left, by rows, if a row asks for them."""
+    """[M, 2] row and id of each token left by truncation, in row order, if any row asks for
+    them."""
     top: tuple[torch.Tensor, torch.Tensor] | None
-    """Log-probabilities and ids [n, k] of the likeliest tokens, if a row asks for them."""
+    """Log-probabilities and ids [n, k] of the likeliest tokens, if any row asks for them."""
 
 
 def sample(
