@@ -1,14 +1,14 @@
-"""The audit of events: group by group, nothing was lost, skipped or trained twice.
+"""Audits the recorded events: group by group, nothing was lost, skipped or trained twice.
 
     leases granted = acknowledged + dropped (by reason) + waiting (leased, buffered, taken, trained)
 
-It follows every `Event` that a journal or Redis keeps and uses no ledger, so that it does not
-repeat the ledger's mistakes; then it compares its sums with the ledger's snapshot. A learner that
-died makes groups wait again (taken or trained, then buffered); one that resumes from a checkpoint
-may free what steps after that checkpoint ended.
+It follows every `Event` in a journal or Redis without using the ledger's code, so that it does not
+repeat the ledger's mistakes; then it compares its sums with the ledger's snapshot. After a learner
+died, its groups wait again (taken or trained, then buffered); a learner that resumes from a
+checkpoint may free prompts that later steps had ended.
 
-The lengths of responses are summed by outcome: sampled = trained + dropped + waiting, as a ledger
-counts them, but without rounding. What a learner's history lost and made again counts each time.
+Response lengths are summed by outcome: sampled = trained + dropped + waiting, as the ledger counts
+them, but without rounding. Work that a learner lost and repeated counts each time.
 """
 
 import sqlite3
@@ -35,9 +35,9 @@ from streamrl.types import (
 
 
 def length_findings(lengths: ResponseLengths) -> Iterator[str]:
-    """Number, mean, 99th percentile and longest by outcome, in lines; none without a response.
+    """Lines with number, mean, 99th percentile and maximum by outcome; none without a response.
 
-    The distance is the Kolmogorov-Smirnov one, 0 for equal distributions and 1 at most.
+    The distance is that of Kolmogorov and Smirnov, from 0 (equal distributions) to 1.
     """
     sampled = lengths.sampled
     if not sampled.counts:
@@ -69,10 +69,10 @@ _FOLLOWS = {
 
 
 class PromptState(Struct, frozen=True):
-    """A prompt after its last event; `is_free` means that it may be granted.
+    """The state of a prompt after its last event; `is_free` means that it may be granted.
 
-    `by_books`: a learner's books have decided that it is finished, not a training here. `lengths`
-    are those of the responses that wait in it.
+    `by_books`: a learner's books say that it is finished, rather than training recorded here.
+    `lengths` are those of its waiting responses.
     """
 
     state: str = ""
@@ -83,7 +83,7 @@ class PromptState(Struct, frozen=True):
 
     @property
     def is_acknowledged(self) -> bool:
-        """Whether the buffer has freed it for good."""
+        """Whether the buffer has freed it permanently."""
         return self.state == "acknowledged"
 
     @property
@@ -95,9 +95,9 @@ class PromptState(Struct, frozen=True):
 class EventAudit(Struct, frozen=True, kw_only=True):
     """The sums of the events; `faults` has a sentence for each thing out of order.
 
-    `retried` are the leases of each prompt that ended without a group, though it may have one now.
-    `num_reopened` counts what was acknowledged and then freed again, for a learner that went back.
-    `contained` are ranges of prompts without an event, which a learner's books contain.
+    `retried` counts, by prompt, leases that ended without a group, though it may have one now.
+    `num_reopened` counts prompts that were acknowledged and then freed again for a learner that
+    went back. `contained` are ranges of prompts without events that a learner's books contain.
     """
 
     granted: int
@@ -119,14 +119,15 @@ class EventAudit(Struct, frozen=True, kw_only=True):
 
 
 def audit_journal(path: Path) -> EventAudit:
-    """At one moment of the file, whatever is written meanwhile."""
+    """Audit a journal file, as of one moment even if it is being written."""
     with open_to_read(path) as db:
         result = audit(read_events(db))
         return _with_faults(result, compare(result, read_snapshot(db)), _compare_rows(result, db))
 
 
 async def audit_redis(url: str, run: str) -> EventAudit:
-    """Of a run at rest: its snapshot and its events are read one after the other."""
+    """Audit a run in Redis that is at rest: its snapshot and events are read one after the
+    other."""
     require("buffer.url: redis://", "redis")
     from buffers.redis import journal_storage as stream
 
@@ -136,7 +137,7 @@ async def audit_redis(url: str, run: str) -> EventAudit:
 
 
 def audit(events: Iterable[Event]) -> EventAudit:
-    """Follow every event; their order matters within a prompt, and where books are adopted."""
+    """Follow every event; order matters within a prompt, and where books are adopted."""
     ended, retried = Counter[str](), Counter[int]()
     sampled, trained = Counter[int](), Counter[int]()
     dropped: defaultdict[DropReason, Counter[int]] = defaultdict(Counter)
@@ -171,7 +172,7 @@ def audit(events: Iterable[Event]) -> EventAudit:
             lengths=() if event.state in _ENDED else lengths,
         )
     for prompt in prompts.values():
-        # It waits for its checkpoint.
+        # It is trained and waits for its checkpoint.
         trained.update(prompt.lengths if prompt.state == "trained" else ())
     result = EventAudit(
         granted=granted,
@@ -191,7 +192,7 @@ def audit(events: Iterable[Event]) -> EventAudit:
 
 
 def compare(result: EventAudit, snapshot: LedgerSnapshot) -> Iterator[str]:
-    """Where the ledger's snapshot disagrees with the events."""
+    """A sentence for each point in which the ledger's snapshot disagrees with the events."""
     granted = snapshot.granted - (snapshot.unseen or 0)
     if granted != result.granted:
         yield f"the ledger has {granted} leases granted, the events {result.granted}"
@@ -208,7 +209,7 @@ def compare(result: EventAudit, snapshot: LedgerSnapshot) -> Iterator[str]:
 
 
 def findings(result: EventAudit) -> Iterator[str]:
-    """The sums in lines."""
+    """The sums, as lines."""
     yield f"{result.granted} leases granted"
     for name, count in sorted(result.ended.items()):
         yield f"  {count} {name if name == 'acknowledged' else f'dropped ({name})'}"
@@ -250,7 +251,7 @@ def _sum_faults(result: EventAudit) -> Iterator[str]:
 
 
 def _fault(event: Event, prompt: PromptState) -> str | None:
-    """What is wrong with the event after what the prompt was before, if anything."""
+    """What is wrong with an event, given the prompt's state before it; None if nothing."""
     lease = f"lease {event.lease_id}" if event.lease_id else "a learner's books"
     holder = f"lease {prompt.lease_id} was {prompt.state}"
     if not event.lease_id:
@@ -271,7 +272,7 @@ def _fault(event: Event, prompt: PromptState) -> str | None:
 
 
 def _ending(prompt: PromptState) -> str:
-    """How a prompt had ended that was granted again."""
+    """How a prompt that was granted again had ended."""
     if prompt.state == "acknowledged":
         return "it had been acknowledged: trained twice"
     return f"it had been {prompt.state} for good"
@@ -286,7 +287,8 @@ def _waits(prompt: PromptState) -> bool:
 
 
 def _compare_rows(result: EventAudit, db: sqlite3.Connection) -> Iterator[str]:
-    """Where the rows that a restart would recover are not what the events give."""
+    """A sentence for each point in which the rows that a restart would recover disagree with the
+    events."""
     prompts = result.prompts
     expected = {i: (p.lease_id, p.state) for i, p in prompts.items() if _waits(p)}
     expected |= {i: ("", FREE) for i, p in prompts.items() if p.is_free}

@@ -1,4 +1,4 @@
-"""From a URL to a buffer client: the one place where a backend is chosen.
+"""From a URL to a buffer client: the only place where a backend is chosen.
 
 A new backend implements `streamrl.interfaces.TrajectoryBuffer`, passes `tests/contract`, and has a
 case in `connect`.
@@ -54,8 +54,8 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
 
 
 async def try_stats(buffer: TrajectoryBuffer) -> tuple[BufferStats | None, str]:
-    """The stats and "", or None and the reason as a sentence, for callers that explain why a run
-    stands still. Waits ANSWER_S at most."""
+    """The buffer's stats and "", or None and why there are none, for callers that explain why a run
+    stalls. Waits at most ANSWER_S."""
     try:
         async with asyncio.timeout(ANSWER_S):
             return await buffer.stats(), ""

@@ -3,10 +3,10 @@
     zmq://     payloads and journal are in the run's folder, and pass through the daemon
     redis://   both are in Redis; another daemon may take over from there
 
-It continues where its journal ends, and waits while that cannot be opened (a full disk). It ends
-after a signal, or when the run is complete: the run has ended and every generator has left. When
-its launcher has ended, so that all daemons drain, it ends after the others, which need it for that.
-It writes the last stats to `books.json` in the run's folder.
+The daemon continues where its journal ends, and waits while the journal cannot be opened (a full
+disk). It ends after a signal, or when the run has ended and every generator has left. If its
+launcher dies, all daemons drain; the buffer ends after the others, which need it for that. At the
+end it writes its stats to `books.json` in the run's folder.
 """
 
 import argparse
@@ -67,8 +67,8 @@ async def serve(config: RunConfig, shutdown: Shutdown) -> None:
 async def _serve_from_disk(
     config: RunConfig, stop: threading.Event, exported: Exported
 ) -> BufferStats | None:
-    """`zmq://`: at the address of the configuration, with the journal of the run's folder. None if
-    it was stopped before that could be opened."""
+    """`zmq://`: serve at the configured address, with the journal in the run's folder. None if
+    stopped before the journal could be opened."""
     state: BufferState[Frame] = _blank(config)
     url = config.buffer.url
     with contextlib.ExitStack() as stack:
@@ -84,9 +84,9 @@ async def _serve_from_disk(
 async def serve_from_redis(
     config: RunConfig, stop: threading.Event, exported: Exported
 ) -> BufferStats | None:
-    """`redis://`: at an address that Redis tells, once no other daemon serves the run. Begins anew
-    from what Redis has when another one has taken over, or Redis has lost something. None if it was
-    stopped before it served."""
+    """`redis://`: serve at an address announced in Redis, once no other daemon serves the run.
+    Starts again from what Redis has if another daemon has taken over, or Redis has lost something.
+    None if stopped before it served."""
     require("buffer.url: redis://", "redis")
     from buffers.redis.leadership import Leadership
 
@@ -103,7 +103,7 @@ async def serve_from_redis(
                 log.warning("%s", error)
         return None
     finally:
-        # Its entry expires by itself where Redis does not answer.
+        # If Redis does not answer, the entry expires by itself.
         with contextlib.suppress(StreamRLError, TimeoutError):
             async with asyncio.timeout(LATE_S):
                 await leadership.resign()
@@ -117,10 +117,10 @@ async def _serve_term(
     stop: threading.Event,
     exported: Exported,
 ) -> BufferStats | None:
-    """None if it was stopped before Redis gave the journal.
+    """Serve as long as this daemon's term lasts. None if stopped before Redis gave the journal.
 
     Raises:
-        HandedOverError: the journal is no longer as this daemon left it.
+        HandedOverError: the journal is not as this daemon left it.
     """
     from buffers.redis.journal_storage import RedisStorage
 
@@ -147,11 +147,11 @@ async def _serve_term(
             renewing.result()
         return stats
     finally:
-        # Again and again: a client of Redis that connects just then may lose a cancellation.
+        # Repeatedly: a Redis client that is just connecting may lose a cancellation.
         while not renewing.done():
             renewing.cancel()
             await asyncio.wait({renewing}, timeout=SIBLINGS_S)
-        # Both may have found that another daemon has taken over.
+        # Both tasks may have found that another daemon has taken over.
         await asyncio.gather(renewing, return_exceptions=True)
         await asyncio.to_thread(journal.close)
 
@@ -162,13 +162,13 @@ def _recovered(journal: Journal[Any], config: RunConfig, now_s: float) -> Journa
 
 
 def address_beside(url: str) -> str:
-    """Any port of the address by which this machine reaches the Redis of the URL."""
+    """Any free port at the local address from which this machine reaches the Redis of the URL."""
     host, port = next(places_of(url))
     try:
         found = socket.getaddrinfo(host, int(port or 1), type=socket.SOCK_DGRAM)
         family, kind, *_, address = found[0]
         with socket.socket(family, kind) as probe:
-            # Sends nothing: it only chooses a route.
+            # Connecting a UDP socket sends nothing: it only chooses a route.
             probe.connect(address)
             return f"zmq://{url_host(probe.getsockname()[0])}:0"
     except OSError as error:
@@ -176,7 +176,7 @@ def address_beside(url: str) -> str:
 
 
 async def _unless(stop: threading.Event, call: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """What the call returns; None once `stop` is set. Polls it every SIBLINGS_S."""
+    """The call's result; None once `stop` is set, which is polled every SIBLINGS_S."""
     task = asyncio.create_task(call)
     while not task.done():
         await asyncio.wait({task}, timeout=SIBLINGS_S)
@@ -220,8 +220,8 @@ def _server(
 
 
 async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:
-    """Waits for a signal, or for the end of the launcher and of what it has started, which takes
-    `others_s` at most. Polls, since only a parent is told."""
+    """Waits for a signal, or for the end of the launcher and then, at most `others_s`, of its other
+    processes. Polls, since only a parent is notified."""
     await shutdown.requested.wait()
     if service.launcher_has_ended():
         shutdown.allow(2 * LATE_S)
@@ -234,7 +234,7 @@ async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:
 def _open_journal(
     config: RunConfig, state: BufferState[Frame], stack: contextlib.ExitStack, now_s: float
 ) -> Journal[PayloadPlace]:
-    """`stack` closes it."""
+    """Open the journal; `stack` closes it."""
     path, durability = journal_path(config.run.path), config.buffer.durability
     journal = Journal(SqliteStorage(path, durability=durability), state)
     try:
@@ -247,7 +247,7 @@ def _open_journal(
 
 
 def _identity(config: RunConfig) -> dict[str, str | int]:
-    """What a journal is of."""
+    """What identifies the run that a journal belongs to."""
     return {
         "run.name": config.run.name,
         "run.seed": config.run.seed,

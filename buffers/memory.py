@@ -1,8 +1,8 @@
 """`memory://`: the buffer inside one process, for tests and for loops in a single process.
 
 Invariant: it keeps the promises of every backend (`tests/contract`); nothing outlasts the process.
-Groups are kept as they are, without encoding. All clients of one `MemoryBuffer` share its state; a
-learner's term belongs to the client that attached, so `client()` makes further ones.
+Groups are kept without encoding. All clients of one `MemoryBuffer` share its state; a learner's
+term belongs to the client that attached, so `client()` makes another one.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class MemoryBuffer(m.RequestClient):
         await self._notify()
 
     async def close(self) -> None:
-        """It holds no socket and no task."""
+        """Nothing to close: it holds no socket and no task."""
 
     async def _groups(
         self, prompt_indices: Sequence[int], payloads: Sequence[TrajectoryGroup]
@@ -62,13 +62,14 @@ class MemoryBuffer(m.RequestClient):
         return reply, fetched
 
     async def _wait_for(self, request: m.LeaseRequest | m.TakeRequest, deadline: float) -> m.Answer:
-        """Waits for a reply that is not empty; any change, an expiry or the deadline unblocks."""
+        """Waits for a reply that is not empty, looking again at any change or expiry, until the
+        deadline."""
         async with self._changed:
             while True:
                 revision = self._state.ledger.entries.revision
                 answer = self._apply(request)
                 if self._state.ledger.entries.revision != revision:
-                    # A take that drops groups opens admission.
+                    # A take that drops groups makes room for leases.
                     self._changed.notify_all()
                 if not answer[0].is_empty or self._clock() >= deadline:
                     return answer

@@ -1,12 +1,13 @@
-"""The calls of a buffer: their messages, what each request does to a `BufferState`, and the client.
+"""The calls of a buffer: their messages, what each request does to a `BufferState`, and the
+client's side.
 
     request = [request id, request record, payload of a put]      DEALER -> ROUTER
     reply   = [request id, reply record, payloads of a take or fetch]
 
-`memory://` applies the records in process; `zmq://` encodes them as `streamrl.wire` envelopes, and
-a payload as that of a `PackedGroup`, so a server stores and returns bytes that it need not encode
-again. Every request may be sent again after a lost reply: the ledger answers a repeated one alike.
-A learner's term belongs to the client that attached.
+`memory://` applies the records in process; `zmq://` encodes them as `streamrl.wire` envelopes. A
+payload is an encoded `PackedGroup`, which the server stores and returns without decoding it. Every
+request may be sent again after a lost reply: the ledger answers a repeated one the same way. A
+learner's term belongs to the client that attached.
 """
 
 import uuid
@@ -47,11 +48,11 @@ MAX_KEY_BYTES = 1024
 State: TypeAlias = BufferState[Any]
 Expected = TypeVar("Expected")
 Answer: TypeAlias = tuple[Any, ...]
-"""A reply record, and the payloads that follow it."""
+"""A reply record and the payloads that follow it."""
 
 
 class Done(Struct, frozen=True, tag="done"):
-    """The reply to a request that returns nothing, and with payload frames to a fetch."""
+    """The reply to a request that returns nothing, and to a fetch, with payload frames."""
 
 
 class LeaseReply(Struct, frozen=True, tag="lease"):
@@ -72,7 +73,7 @@ class AttachReply(Struct, frozen=True, tag="attach"):
 
 
 class TakeReply(Struct, frozen=True, tag="take"):
-    """Payload frames follow if the request wants them."""
+    """Followed by payload frames if the request asks for them."""
 
     headers: tuple[GroupHeader, ...] = ()
     wait_due_s: float = 0.0
@@ -104,12 +105,12 @@ class ErrorReply(Struct, frozen=True, tag="error"):
 
 
 class OfRun(Struct, frozen=True, kw_only=True):
-    """A request of a generator, a learner or a command of a run; "" is of any."""
+    """A request that names its run; "" fits any run."""
 
     run_name: Text = ""
 
     def require_run(self, state: State) -> None:
-        """Refuse those of another run, whose groups are no groups of this one."""
+        """Refuse a request of another run, whose groups do not belong here."""
         if self.run_name and state.run_name not in ("", self.run_name):
             raise ConfigError(
                 f"buffer.url: the buffer there is of the run {state.run_name}, and this run is "
@@ -129,13 +130,13 @@ class LeaseRequest(OfRun, frozen=True, tag="lease"):
 
 
 class PutRequest(Struct, frozen=True, tag="put"):
-    """Its payload follows; a backend decides in which form the state keeps it."""
+    """Followed by the payload; the backend decides in which form the state keeps it."""
 
     lease_id: Name
 
 
 class PutSiblingRequest(Struct, frozen=True, tag="put_sibling"):
-    """Its payload follows: bytes that only generators read."""
+    """Followed by the payload: bytes that only generators read."""
 
     sibling: SiblingHeader
 
@@ -152,16 +153,16 @@ class FetchSiblingsRequest(Struct, frozen=True, tag="fetch_siblings"):
 
 
 class StoredGroup(Struct, frozen=True, tag="stored_group"):
-    """The payload of a put where the group itself is in a store that the learner reads: its header,
-    and the key of what was written there before."""
+    """The payload of a put when the group itself is in a store that the learner reads: its header,
+    and its key in that store, where it was written before."""
 
     header: GroupHeader
     key: Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 
 
 class LostRequest(Struct, frozen=True, tag="lost"):
-    """The groups of these prompts are gone from that store, as a learner has found; its term is 0
-    where another of its ranks has found it, which has not attached."""
+    """A learner has found that the groups of these prompts are gone from that store. The term is 0
+    if one of its other ranks found it, which has not attached."""
 
     prompt_indices: Annotated[tuple[PromptIndex, ...], Meta(max_length=MAX_GROUPS)]
     learner_term: Count
@@ -174,7 +175,7 @@ class LostRequest(Struct, frozen=True, tag="lost"):
 
 
 class ReleaseRequest(Struct, frozen=True, tag="release"):
-    """`lengths` are those of the responses that were sampled and are dropped with the lease."""
+    """`lengths` are those of the sampled responses that are dropped with the lease."""
 
     lease_id: Name
     reason: DropReason
@@ -193,7 +194,8 @@ class HeartbeatRequest(OfRun, frozen=True, tag="heartbeat"):
 
 
 class AttachRequest(OfRun, frozen=True, tag="attach"):
-    """`call_id` is the same when it is sent again: a second term would fence the first."""
+    """`call_id` stays the same when the request is sent again: a second term would fence the
+    first."""
 
     policy_version: PolicyVersion
     books: Books | None
@@ -260,7 +262,7 @@ class FinishRequest(Struct, frozen=True, tag="finish"):
 
 
 class DrainRequest(OfRun, frozen=True, tag="drain"):
-    """Grant only the leases that complete the last batch, until a learner attaches."""
+    """Grant only the leases that complete the last batch, until a learner attaches again."""
 
     def apply(self, state: State, now_s: float) -> Answer:
         state.ledger.draining = True
@@ -298,7 +300,7 @@ StateRequest: TypeAlias = (
     | SchedulingStateRequest
     | StatsRequest
 )
-"""Requests that need only the state, and one its payload."""
+"""Requests that need only the state, and PutRequest, which also needs its payload."""
 
 Request: TypeAlias = StateRequest | PutRequest
 
@@ -308,11 +310,11 @@ Reply: TypeAlias = (
 
 
 class RequestClient(ABC):
-    """`streamrl.interfaces.TrajectoryBuffer` but for `put` and `close`, which a backend adds."""
+    """`streamrl.interfaces.TrajectoryBuffer` except `put` and `close`, which a backend adds."""
 
     def __init__(self, final_version: int | None = None, run_name: str = "") -> None:
-        """`final_version` is the last one of a learner's run; None leaves it to the server. A
-        buffer of another run than `run_name` refuses the client; "" is of any."""
+        """`final_version` is the last version of a learner's run; None leaves it to the server. A
+        buffer of a run other than `run_name` refuses the client; "" fits any run."""
         self._final_version = final_version
         self._run_name = run_name
         self._learner_term = 0
@@ -321,13 +323,14 @@ class RequestClient(ABC):
     async def _call(
         self, request: StateRequest, expected: type[Expected], wait_s: float = 0.0, *payloads: bytes
     ) -> tuple[Expected, Sequence[Any]]:
-        """The reply and its payloads. Waits up to `wait_s` for one that is not empty."""
+        """Send a request; the reply and its payloads. Waits up to `wait_s` for one that is not
+        empty."""
 
     @abstractmethod
     async def _groups(
         self, prompt_indices: Sequence[int], payloads: Sequence[Any]
     ) -> tuple[TrajectoryGroup, ...]:
-        """The groups of these prompts, from the payloads of a reply."""
+        """The groups of these prompts, decoded from a reply's payloads."""
 
     async def lease(
         self, lease_ids: Sequence[str], generator_id: str, wait_s: float, learner_id: str = ""

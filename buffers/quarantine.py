@@ -1,10 +1,10 @@
-"""The quarantine: files with the malformed messages, for a person to inspect.
+"""The quarantine: files with malformed messages, for a person to inspect.
 
-Invariant: it holds the newest messages, at most `max_files` files and `max_bytes` bytes. Of a flood
-it holds a sample, so that neither the disk nor the server's thread is busy with it; a message that
-cannot be written (a full disk) is only logged.
+Invariant: it holds the newest messages, at most `max_files` files and `max_bytes` bytes. From a
+flood it keeps a sample, so that neither the disk nor the server's thread is kept busy; a message
+that cannot be written (a full disk) is only logged.
 
-`EventLimit` limits what is written about events that may come without end.
+`EventLimit` limits what is logged about events that may never stop.
 """
 
 import logging
@@ -20,8 +20,8 @@ BURST, EVERY_S = 20, 5.0
 
 
 class EventLimit:
-    """Admits `burst` events at once, and one more each `every_s`; `num_omitted` counts the others
-    since the last that was admitted."""
+    """Admits `burst` events at once, and one more every `every_s`; `num_omitted` counts those left
+    out since the last admitted one."""
 
     def __init__(self, *, burst: int, every_s: float) -> None:
         self._burst = burst
@@ -40,7 +40,7 @@ class EventLimit:
         return True
 
     def take_omitted(self) -> str:
-        """How many were omitted since the last call, as the end of a log line; "" for none."""
+        """How many were omitted since the last call, as the end of a log line; "" if none."""
         num_omitted, self._num_omitted = self._num_omitted, 0
         return f"; {num_omitted} more were not logged" if num_omitted else ""
 

@@ -4,11 +4,11 @@
     RedisStorage    `buffers.redis.journal_storage`, the keys of a run   redis://
 
 Invariant: after `commit` the storage holds exactly the ledger's state, however this process ends;
-after a failed commit it holds the state of the last success, and the next commit writes the same
-changes. Where only the payloads do not fit, what was freed is deleted all the same: then the
-storage holds the state without the payloads of groups that nobody was told are kept, and the next
-commit writes them. A group without its payload was lost, and is sampled again. What ends is
-deleted, so there is no log to compact; only the events grow, by about sixty bytes a lease. Leases
+after a failed commit it holds the state of the last successful one, and the next commit writes the
+same changes again. If only the payloads do not fit, freed ones are still deleted: the storage then
+holds the state without the payloads of groups whose putters got no reply yet, and the next commit
+writes them. A group without its payload counts as lost and is sampled again. Finished entries are
+deleted, so there is no log to compact; only the events grow, by about sixty bytes per lease. Leases
 get a new time to live on recovery, because clocks differ between processes.
 """
 
@@ -27,7 +27,7 @@ from streamrl.types import DropReason, GroupHeader, SiblingHeader
 
 log = logging.getLogger(__name__)
 
-# What decoding a value raises that is not what was written.
+# What decoding a damaged value may raise.
 DAMAGED = (msgspec.MsgspecError, ValueError, KeyError)
 FREE = "free"
 LETTERS = {
@@ -52,16 +52,17 @@ _GRANTED = LETTERS["leased"]
 
 Place = TypeVar("Place")
 EntryRow = tuple[int, int, str, int, str, int, bytes | None, bytes | None, bytes | None]
-"""prompt_index, number of its lease, lease_id, min_policy_version, state, version, header, siblings
-and, by sibling, the places of its payloads, None for one that was lost; these three are msgpack."""
+"""prompt_index, number of its lease, lease_id, min_policy_version, state, version, header,
+siblings, and by sibling the places of its payloads (None for a lost one); the last three are
+msgpack."""
 EventRow = tuple[int, int, str, str, bytes | None]
-"""number of the lease, prompt_index, lease_id, the letters of its new states, lengths."""
+"""Number of the lease, prompt_index, lease_id, letters of its new states, response lengths."""
 
 _Siblings = tuple[SiblingHeader, ...]
 
 
 class JournalContent(NamedTuple):
-    """What a storage holds; `next_number` is that of the next lease's events."""
+    """What a storage holds; `next_number` is the number of the next lease's events."""
 
     settings: dict[str, str | int] | None
     snapshot: LedgerSnapshot
@@ -70,10 +71,10 @@ class JournalContent(NamedTuple):
 
 
 class Changes(NamedTuple, Generic[Place]):
-    """What one commit writes; None where nothing has changed.
+    """What one commit writes; None if nothing has changed.
 
-    `closed` are prompts without an entry from here on. `added` are the places of the payloads that
-    the entries name now, `freed` those that they named before.
+    `closed` are prompts that have no entry any more. `added` are places of payloads that entries
+    name now, `freed` those that they named before.
     """
 
     settings: Mapping[str, str | int] | None
@@ -86,27 +87,27 @@ class Changes(NamedTuple, Generic[Place]):
 
 
 class JournalStorage(Protocol[Place]):
-    """Where a journal is; one process at a time writes it."""
+    """Where a journal is kept; one process at a time writes it."""
 
     name: str
-    """Of the storage, for people to read."""
+    """The storage's name, for people to read."""
     place_type: type[Place]
 
     def read(self) -> JournalContent:
-        """Everything but the events; changes nothing, so it may be repeated."""
+        """Read everything but the events; changes nothing, so it may be repeated."""
 
     def recover(self, places: Mapping[PayloadKey, Place]) -> Mapping[PayloadKey, Any]:
-        """The payloads, without those that are missing or damaged."""
+        """Read the payloads, without those that are missing or damaged."""
 
     def stage(self, payloads: Sequence[Any]) -> list[Place]:
-        """Write the payloads; `commit` must follow, which names them or frees them again.
+        """Write the payloads; `commit` must follow, and names or frees them.
 
         Raises:
             StorageError: nothing was written.
         """
 
     def commit(self, changes: Changes[Place]) -> frozenset[PayloadKey]:
-        """Write all of it, or nothing; the keys of `added` whose payload is gone by now.
+        """Write all changes or nothing; the keys of `added` whose payload is gone by now.
 
         Raises:
             StorageError: nothing was written, and what was staged is freed.
@@ -118,9 +119,9 @@ class JournalStorage(Protocol[Place]):
 def events_of(
     prompt_index: int, lease_id: str, letters: str, packed: bytes | None
 ) -> Iterator[Event]:
-    """The transitions of one row. `packed` are the lengths of the responses that were put."""
+    """The transitions in one row. `packed` are the response lengths of a put."""
     lengths = msgspec.msgpack.decode(packed, type=tuple[int, ...]) if packed else ()
-    # A lease is granted first; what follows, if it has lengths, is its put.
+    # A lease is granted first; if there are lengths, the next transition is its put.
     put = int(letters.startswith(_GRANTED))
     for place, letter in enumerate(letters):
         yield _event(prompt_index, lease_id, letter, lengths if place == put else ())
@@ -136,8 +137,8 @@ def _event(prompt_index: int, lease_id: str, letter: str, lengths: tuple[int, ..
 
 
 class JournalRows(NamedTuple, Generic[Place]):
-    """The entries, the numbers of their leases' events, the prompts that are free, and where the
-    payloads are."""
+    """The entries, the numbers of their leases' events, the free prompts, and the places of
+    payloads."""
 
     entries: list[Entry]
     numbers: dict[str, int]
@@ -178,21 +179,22 @@ class Journal(Generic[Place]):
         self._snapshot: LedgerSnapshot | None = LedgerSnapshot()
         self._numbers: dict[str, int] = {}
         self._next_number = 0
-        # By prompt, and by the number of a sibling or GROUP: what the storage has, and where. So
-        # another payload in its place is known to be another one.
+        # By prompt and sibling number or GROUP: the payload that the storage has, and its place. So
+        # a replaced payload is recognized.
         self._stored: dict[int, dict[int, tuple[Any, Place]]] = {}
         self._touched: set[int] = set()
-        """Prompts of which the storage may lack something."""
+        """Prompts whose changes the storage may lack."""
         self._settings: dict[str, str | int] | None = None
 
     def recover(self, settings: Mapping[str, str | int], now_s: float) -> None:
-        """Restore the storage's state into the blank one, and record every change from here on.
+        """Restore the storage's state into the blank one, and record every change from now on.
 
-        `settings` identify the run; those of `learner.` and `buffer.` may differ from what is kept.
+        `settings` identify the run; those of `learner.` and `buffer.` may differ from the stored
+        ones.
 
         Raises:
             ConfigError: the journal is of another run, or damaged.
-            StorageError: it cannot be read now; the state is still blank.
+            StorageError: it cannot be read at present; the state is still blank.
         """
         content = self._storage.read()
         has_new_bound = self._check_settings(content.settings, settings)
@@ -216,10 +218,10 @@ class Journal(Generic[Place]):
             name, version = self._storage.name, self._ledger.version
             log.info("recovered %s at version %d: %s", name, version, columns)
         if has_new_bound and self._ledger.learner_term:
-            # Fences a learner that still uses the old bound.
+            # This fences a learner that still uses the old bound.
             self._ledger.learner_term += 1
         self._settings = dict(settings)
-        # Else it is written with the first commit that succeeds.
+        # Otherwise it is written with the first commit that succeeds.
         with suppress(StorageError):
             self.commit()
 
@@ -262,7 +264,8 @@ class Journal(Generic[Place]):
             added=added,
             freed=freed,
         )
-        # One that fails may have been applied, and then the next one writes the totals again.
+        # A commit that fails may still have been applied; then the next one writes the totals
+        # again.
         self._snapshot = None
         missing = self._storage.commit(changes)
         self._pending.clear()
@@ -276,7 +279,7 @@ class Journal(Generic[Place]):
         if missing:
             self._state.lose(missing)
         if are_unwritten:
-            # What was freed may be the room that they need.
+            # Freed payloads may leave the room that they need.
             self.commit()
 
     def close(self) -> None:
@@ -296,7 +299,7 @@ class Journal(Generic[Place]):
         self._touched.add(event.prompt_index)
 
     def _held(self, prompt_index: int) -> dict[int, Any]:
-        """The payloads that its entry has."""
+        """The payloads that the prompt's entry has."""
         entry = self._ledger.entries.get(prompt_index)
         return {} if entry is None else {n: payload for n, (payload, _) in entry.payloads.items()}
 
@@ -313,7 +316,7 @@ class Journal(Generic[Place]):
     def _entries(
         self, named: Mapping[int, Mapping[int, tuple[Any, Place]]]
     ) -> tuple[list[EntryRow], list[int]]:
-        """The present entries of the prompts of `named`, and those that have none."""
+        """The current entries of these prompts, and the prompts without one."""
         last = {event.prompt_index: event for _, event in self._pending}
         rows: list[EntryRow] = []
         closed = []
@@ -342,7 +345,8 @@ class Journal(Generic[Place]):
     def _check_settings(
         self, known: Mapping[str, str | int] | None, settings: Mapping[str, str | int]
     ) -> bool:
-        """Whether the staleness bound differs from the `known` one, which is the storage's."""
+        """Check the settings against the storage's `known` ones; whether the staleness bound
+        differs."""
         if known is None:
             return False
         changed = {name: (known.get(name), now) for name, now in settings.items()}
@@ -358,6 +362,6 @@ class Journal(Generic[Place]):
 
 
 def _is_same(then: object, now: object) -> bool:
-    """Also of two ways to name one file."""
+    """Whether both mean the same, also if they name one file in two ways."""
     are_texts = isinstance(then, str) and isinstance(now, str)
     return then == now or (are_texts and os.path.abspath(str(then)) == os.path.abspath(str(now)))

@@ -1,17 +1,18 @@
 """The ledger's columns: every open prompt, every count, and the only code that changes them.
 
-Invariant: the books close after every method here, because an entry enters and leaves a column in
-one place each, and `subscribers` are called there. `Ledger` decides; this module counts.
+Invariant: the books close after every method here, because an entry enters a column in one place
+and leaves it in one place, and `subscribers` are called there. `Ledger` decides; this module
+counts.
 
-The events of a prompt are in the order in which they happened; replayed, they give its present
+The events of a prompt come in the order in which they happened; replayed, they give its present
 column. `buffered` after `taken` or `trained` is a group that was given back when a learner
-attached. `lease_id` is empty where a learner's books decided instead of a lease: "dropped"
-(orphaned) then means that the prompt is free again, whatever its earlier events are;
-"acknowledged" that a checkpoint contains it, and all prompts before it that have no event yet.
+attached. `lease_id` is empty if a learner's books decided instead of a lease: "dropped" (orphaned)
+then means that the prompt is free again, whatever its earlier events; "acknowledged" means that a
+checkpoint contains it and all earlier prompts without events.
 
 Two orders over the entries, the ready queue and the leases by expiry: every BUFFERED entry is in
-the ready queue, every LEASED one in the expiries. Entries of other states may remain in the heaps
-and are skipped when they come up, so removal costs nothing.
+the ready queue, every LEASED one in the expiries. Entries that changed state may remain in the
+heaps and are skipped when they come up, so removal costs nothing.
 """
 
 import heapq
@@ -45,15 +46,15 @@ class State(StrEnum):
     TRAINED = "trained"
 
 
-# Of no cycle, so that the garbage collector need not look at a hundred thousand of them.
+# Entries are in no cycle, so the garbage collector need not visit a hundred thousand of them.
 class Entry(Struct, gc=False):
     """One open prompt; `min_policy_version` is the oldest version that may sample its tokens.
 
-    `version` is the one it is lent for, or was trained at. `siblings` are those of a leased group
-    that are kept, in the order in which they were put last. `ended` is why the holder of its lease
-    is gone: then it is vacant, so nobody finds it by its lease, and it keeps its place and its
-    siblings for another one. `payloads` are what a backend keeps of it, each with its bytes, by the
-    number of a sibling or one that stands for the group; one that is missing was lost.
+    `version` is the one it is lent for, or was trained at. `siblings` are the kept ones of a leased
+    group, the last put last. `ended` says why the holder of its lease is gone: the entry is then
+    vacant, so it is not found by its lease, and keeps its place and its siblings for another one.
+    `payloads` are what a backend keeps of it, each with its size in bytes, by sibling number or a
+    number that stands for the group; a missing one was lost.
     """
 
     prompt_index: int
@@ -93,13 +94,14 @@ def header_of(entry: Entry) -> GroupHeader:
 
 
 def response_lengths(entry: Entry) -> tuple[int, ...]:
-    """In tokens, those of its group; () if it has none yet."""
+    """Response lengths of its group, in tokens; () if it has none yet."""
     return () if entry.header is None else entry.header.response_lengths
 
 
 _RETURNS_PROMPT = frozenset(reason for reason in DropReason if reason.returns_prompt)
 BY_BOOKS = "books"
-"""The reason of an "acknowledged" that a learner's books decided, not a training here."""
+"""The reason of an "acknowledged" event that comes from a learner's books, not from a training
+here."""
 
 
 class Event(Struct, frozen=True):
@@ -107,8 +109,8 @@ class Event(Struct, frozen=True):
 
     `state`: leased, buffered, taken, trained, acknowledged, dropped (then with its `reason`).
 
-    "acknowledged" has the reason BY_BOOKS where the group was not trained here. The transition
-    that a put causes, to buffered or dropped, has the `response_lengths` of the group; others ().
+    "acknowledged" has the reason BY_BOOKS if the group was not trained here. The transition that a
+    put causes (to buffered or dropped) has the group's `response_lengths`; others have ().
     """
 
     prompt_index: int
@@ -124,9 +126,9 @@ class Event(Struct, frozen=True):
 
 
 class Columns:
-    """How many entries each state has, which versions may sample the leased, and which have sampled
-    the buffered. An entry is added when it enters a state and removed before it leaves it.
-    `leased_versions` is for others to read."""
+    """Counts of entries by state, of leased entries by the version that may sample them, and of
+    buffered ones by the versions that sampled them. An entry is added when it enters a state and
+    removed before it leaves it. `leased_versions` is for others to read."""
 
     def __init__(self) -> None:
         self._counts: Counter[State] = Counter()
@@ -138,11 +140,11 @@ class Columns:
         return self._counts[state]
 
     def newest_buffered(self) -> int:
-        """The newest version of a token in the buffered groups; -1 without one."""
+        """The newest version of any token in the buffered groups; -1 if there are none."""
         return max(self._newest_versions, default=-1)
 
     def leases_of(self, session: str) -> tuple[str, ...]:
-        """The ids of the leased entries, SESSION/NUMBER, of this session."""
+        """The ids (SESSION/NUMBER) of the session's leased entries."""
         return tuple(self._leases.get(session, ()))
 
     def add(self, entry: Entry) -> None:
@@ -172,9 +174,9 @@ def _count_down(versions: Counter[int], version: int) -> None:
 
 
 class ResponseCounter:
-    """The lengths of responses by outcome since the buffer's first start: sampled = trained +
-    dropped + those of the groups that the ledger holds and that are not trained. They are rounded,
-    so the counts stay few however many responses there are."""
+    """Response lengths by outcome since the buffer's first start: sampled = trained + dropped +
+    those of held groups that are not trained. They are rounded, so that there are few counts,
+    however many responses."""
 
     def __init__(self) -> None:
         self.restore(ResponseLengths())
@@ -199,7 +201,7 @@ class _Outcome:
         self._num_tokens = known.num_tokens
 
     def add(self, lengths: Sequence[int], sign: int = 1) -> None:
-        """With a `sign` of -1, take away what was added before."""
+        """With a `sign` of -1, subtract what was added before."""
         for length in map(rounded_length, lengths):
             self._counts[length] += sign
         self._num_tokens += sign * sum(lengths)
@@ -209,18 +211,19 @@ class _Outcome:
         return LengthHistogram(counts, self._num_tokens)
 
 
-# A lease reasserted that leaves more prompts than this free is invalid; no buffer forgets so many.
+# A reasserted lease that would leave more prompts than this free is invalid; no buffer forgets so
+# many.
 MAX_GAP = 100_000
 
 
 class LedgerSnapshot(Struct, frozen=True, kw_only=True):
-    """The totals of a ledger: all of its state but the entries.
+    """The totals of a ledger: all of its state except the entries.
 
-    `unseen` are the leases that count as granted because a learner's books contain them; None until
-    books were adopted, which then say how leases ended, also those that were seen. `lengths`
-    are counted here alone, so books that are adopted do not change them. `final_version` is None
-    until a learner has attached, which says where the run ends. `steered_bound` is that of `Books`.
-    `scheduling_states` are those of generators that are not active, which a `BufferState` adds.
+    `unseen` are leases that count as granted because a learner's books contain them; None until
+    books were adopted, which from then on say how leases ended, including those seen here.
+    `lengths` are counted only here, so adopted books do not change them. `final_version` is None
+    until a learner has attached, which says where the run ends. `steered_bound` is as in `Books`.
+    `scheduling_states` are those of inactive generators, added by `BufferState`.
     """
 
     version: int = 0
@@ -251,9 +254,9 @@ class Entries:
         self._entries: dict[int, Entry] = {}
         self._of_lease: dict[str, Entry] = {}
         self.vacant: list[Position] = []
-        """Version and prompt of the vacant entries, which are LEASED; first due first."""
+        """Version and prompt of the vacant entries, which are LEASED; the first due comes first."""
         self.num_bytes = 0
-        """Of all payloads."""
+        """The size of all payloads."""
         self.columns = Columns()
         self._dropped: Counter[DropReason] = Counter()
         self._granted = 0
@@ -262,11 +265,11 @@ class Entries:
         self._open = IndexRangeSet()
         self._next_prompt_index = 0
         self.revision = 0
-        """It grows with every change of an entry, before the change."""
+        """Incremented before every change of an entry."""
         self._unseen: int | None = None
         self.responses = ResponseCounter()
         self.subscribers: list[Callable[[Event], None]] = []
-        """Called with every transition."""
+        """Called at every transition."""
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(tuple(self._entries.values()))
@@ -294,7 +297,7 @@ class Entries:
         return self.count(State.LEASED, State.BUFFERED, State.TAKEN)
 
     def grant(self, lease_id: str, min_policy_version: int, expires_at_s: float) -> Entry:
-        """A new lease on the first free prompt: one that was given back, else the next."""
+        """Lease the first free prompt: one that was given back, else the next of the stream."""
         if self._free:
             prompt_index = self._free.pop(0)
         else:
@@ -308,17 +311,17 @@ class Entries:
         entry.siblings = (*others, sibling)
 
     def vacate(self, entry: Entry, reason: DropReason) -> None:
-        """The lease has no holder anymore; its entry waits for another lease."""
+        """Its lease lost its holder; the entry waits for another lease."""
         self.revision += 1
         entry.ended = reason
         insort(self.vacant, _due(entry))
 
     def grant_vacant(self, lease_id: str, expires_at_s: float) -> Entry:
-        """A new lease on the vacant entry that is due first, in the place of the one that ended.
+        """Lease again the vacant entry that is due first.
 
-        It keeps its version, and of its siblings those that this version may have sampled.
+        It keeps its version, and those siblings that this version may have sampled.
         """
-        # A lease that ended gets its own entry if it is asked for again: each id has one.
+        # An ended lease that is asked for again gets its own entry back: each id has one.
         ended = self._of_lease.get(lease_id) or self._entries[self.vacant[0][1]]
         oldest, siblings = ended.min_policy_version, ended.siblings
         kept = tuple(sibling for sibling in siblings if sibling.oldest_version >= oldest)
@@ -337,19 +340,20 @@ class Entries:
         self.drop(entry, entry.ended)
 
     def hold(self, prompt_index: int, number: int, payload: Any, num_bytes: int) -> None:
-        """Keep a payload for as long as the entry has what it is of, in the place of an earlier
-        one."""
+        """Keep a payload, replacing an earlier one, for as long as the entry has its group or
+        sibling."""
         entry = self._entries[prompt_index]
         self.discard(entry, number)
         entry.payloads[number] = payload, num_bytes
         self.num_bytes += num_bytes
 
     def discard(self, entry: Entry, number: int) -> None:
-        """Keep this payload no longer, if there is one."""
+        """Stop keeping this payload, if there is one."""
         self.num_bytes -= entry.payloads.pop(number, (None, 0))[1]
 
     def grant_again(self, entry: Entry) -> bool:
-        """A lease that its holder reasserts and this ledger forgot, if its prompt is free."""
+        """Grant a lease that its holder reasserts and this ledger has forgotten, if its prompt is
+        free."""
         prompt_index = entry.prompt_index
         position = bisect_left(self._free, prompt_index)
         if position < len(self._free) and self._free[position] == prompt_index:
@@ -385,7 +389,7 @@ class Entries:
                 self.num_bytes -= entry.num_bytes
                 entry.siblings, entry.payloads = (), {}
         elif entry.state is State.TRAINED:
-            # After the version that a learner attached with.
+            # It was trained after the version that a learner has attached with.
             self.responses.trained.add(lengths, -1)
         if state is State.TRAINED:
             self.responses.trained.add(lengths)
@@ -407,8 +411,8 @@ class Entries:
         self._notify(entry.prompt_index, "acknowledged", entry.lease_id, reason)
 
     def drop(self, entry: Entry, reason: DropReason, lengths: Sequence[int] = ()) -> None:
-        """`lengths` are those of a group's responses that are dropped instead of taken in; without
-        them its siblings are."""
+        """`lengths` are the response lengths of a group that is dropped instead of taken in;
+        without them its siblings are."""
         lengths = lengths or [sibling.num_tokens for sibling in entry.siblings]
         self.responses.sampled.add(lengths)
         self.responses.drop(lengths or response_lengths(entry), reason)
@@ -420,7 +424,7 @@ class Entries:
         self._notify(entry.prompt_index, "dropped", entry.lease_id, reason, tuple(lengths))
 
     def books(self) -> Books:
-        """Without what the ledger knows of its learner."""
+        """The books, without what only the ledger knows about its learner."""
         return Books(
             granted=self._granted,
             leased=self.columns.count(State.LEASED),
@@ -435,9 +439,9 @@ class Entries:
         )
 
     def follows(self, books: Books, learner_term: int) -> bool:
-        """Whether this ledger may be at a later state than `books`; it has this `learner_term`.
+        """Whether this ledger, with this `learner_term`, may be at a later state than `books`.
 
-        A restored copy may have as many changes, but other ones: it lacks an attach, or a drop.
+        A restored copy may have as many changes, but different ones: it lacks an attach or a drop.
         """
         is_later = (learner_term, self.revision) >= (books.learner_term, books.revision)
         return is_later and all(self._dropped[why] >= n for why, n in books.dropped.items())
@@ -445,8 +449,8 @@ class Entries:
     def reconcile(self, books: Books) -> None:
         """Go back from a later state to the books of a learner's checkpoint.
 
-        What is finished in the books is acknowledged here too. Every other prompt without an open
-        entry is free again: its later events are of steps that the checkpoint does not contain.
+        What is finished in the books is acknowledged here, too. Every other prompt without an open
+        entry is free again: its later events belong to steps that the checkpoint does not contain.
         """
         unfinished = set(books.open_prompt_indices)
         unfinished.update(range(books.next_prompt_index, self._next_prompt_index))
@@ -464,10 +468,10 @@ class Entries:
         self._next_prompt_index = max(self._next_prompt_index, books.next_prompt_index)
 
     def adopt(self, books: Books) -> None:
-        """Continue from the books of a checkpoint that are later than this ledger.
+        """Continue from the books of a checkpoint, which are later than this ledger.
 
-        What was in flight in them is orphaned; what is open in both, because its holder reasserted
-        it or a restored copy has it, counts as granted once more.
+        What was in flight there is orphaned; what is open in both, because its holder reasserted it
+        or a restored copy has it, counts as granted once more.
         """
         self.reconcile(books)
         seen = self._granted - (self._unseen or 0)
@@ -478,7 +482,7 @@ class Entries:
         self._dropped[DropReason.ORPHANED] += books.leased + books.buffered + books.taken
 
     def snapshot(self) -> LedgerSnapshot:
-        """Of what is counted here."""
+        """A snapshot of what is counted here."""
         return LedgerSnapshot(
             granted=self._granted,
             acknowledged=self._acknowledged,
@@ -508,7 +512,7 @@ class Entries:
         self.responses.restore(snapshot.lengths)
 
     def _set_free(self, free: Iterable[int]) -> None:
-        """These prompts and no others are granted again."""
+        """Make exactly these prompts free to be granted again."""
         self._free = sorted(free)
         held = (e.prompt_index for e in self._entries.values() if e.state is not State.TRAINED)
         self._open = IndexRangeSet([*held, *self._free])
@@ -563,7 +567,7 @@ class ReadyQueue:
         heapq.heappush(self._heap, (header_of(entry).oldest_version, entry.prompt_index))
 
     def first(self) -> Entry | None:
-        """The oldest group; it stays in the queue until its state changes."""
+        """The oldest group; it remains in the queue until its state changes."""
         while self._heap:
             oldest, prompt_index = self._heap[0]
             entry = self._entries.get(prompt_index)
@@ -578,7 +582,7 @@ class ReadyQueue:
 
 
 class Expiries:
-    """The leases by expiry time; a renewed one by its earlier time, until that has come.
+    """Leases by expiry time; a renewed lease keeps its earlier time here until that has come.
 
     So a renewal costs nothing here, however many leases there are.
     """
@@ -605,5 +609,5 @@ class Expiries:
         return list(due.values())
 
     def next_s(self) -> float | None:
-        """When `pop_due` must be called next; it may have nothing then."""
+        """When `pop_due` must be called next; it may find nothing then."""
         return self._heap[0][0] if self._heap else None

@@ -15,20 +15,20 @@ Invariants, whatever is called in whatever order:
 Admission bounds the groups in flight to `streamrl.types.admission_capacity`, so one that is trained
 in order is never too old; a lease's `min_policy_version` states the same for the group at position
 p, which is trained p // groups_per_step versions from here. Groups that overtake others break that
-order; what `overdue` does then, and why it keeps the bound, is said below. Nothing
-is granted before a learner attached, whose books give the position in the prompt stream.
+order; below is what `overdue` does then, and why it keeps the bound. Nothing is granted before a
+learner has attached; its books give the position in the prompt stream.
 
-A learner that goes back to an earlier version gets the groups of the steps it has lost again, the
-oldest first, so that each comes up at the version that trained it; what comes up too early, because
+A learner that goes back to an earlier version gets the groups of its lost steps again, oldest
+first, so that each comes up at the version that trained it before. What comes up too early, because
 others were freed meanwhile, is dropped as abandoned.
 
 Pure and deterministic: no input or output, no clock (callers pass `now_s`), no randomness.
 
-The learner may steer admission by a bound of its own between `min_staleness` and `max_staleness`.
-It decides about new leases alone: how many there may be, and how new their weights must be. When a
-group is due, stale or abandoned is decided by `max_staleness`, which never changes, so whatever is
-said below of groups in flight holds of those that were admitted under any bound: a lower bound only
-makes leases fewer and their versions newer.
+The learner may steer admission by its own bound between `min_staleness` and `max_staleness`. That
+bound only affects new leases: how many there may be, and how new their weights must be. Whether a
+group is due, stale or abandoned depends on `max_staleness`, which never changes. So everything
+below holds for groups admitted under any bound: a lower one only makes leases fewer and their
+versions newer.
 
 Under `overdue: train` and `drop` a batch is lent as soon as enough groups are finished, the oldest
 first; `drop` evicts what is too old, `train` nothing. Under `wait` a batch leaves no due group
@@ -134,9 +134,10 @@ def require_learner_term(learner_term: int, current: int) -> None:
 
 
 class Ledger:
-    """See the module. No more groups are admitted than are trained until `final_version`.
+    """The state machine described above. Admits no more groups than are trained until
+    `final_version`.
 
-    `entries` are for others to read, and to subscribe to.
+    Others may read `entries` and subscribe to them.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Ledger:
         overdue: OverduePolicy = OverduePolicy.WAIT,
         final_version: int | None = None,
     ) -> None:
-        """Without `min_staleness` the bound is `max_staleness` throughout."""
+        """Without `min_staleness` the bound is always `max_staleness`."""
         if groups_per_step < 1 or max_staleness < 0:
             raise ConfigError(
                 f"learner.groups_per_step must be >= 1 (was {groups_per_step}) and "
@@ -162,7 +163,7 @@ class Ledger:
         self.finished = self.draining = False
         self.final_version = final_version
         self.steered_bound = 0
-        """What the learner has said last; 0 until it has."""
+        """The learner's latest value; 0 until it sends one."""
         self._min_staleness = max_staleness if min_staleness is None else min_staleness
         self.entries = Entries()
         self._expiries = Expiries(self.entries)
@@ -175,7 +176,8 @@ class Ledger:
     # The generators' side.
 
     def lease(self, lease_id: str, now_s: float, ttl_s: float) -> Lease | None:
-        """The right to generate the next group of the stream; None while admission is closed."""
+        """Grant the right to generate the next group of the stream; None while admission is
+        closed."""
         self.expire(now_s)
         entry = self.entries.find(lease_id)
         if entry is None:
@@ -192,7 +194,7 @@ class Ledger:
 
     def num_admitted(self) -> int:
         """How many more leases may be granted: those that fit under the staleness bound and before
-        the run's end, and the vacant ones, which are in flight as they are."""
+        the run's end, and the vacant ones, which are in flight anyway."""
         if self.learner_term == 0 or self.finished:
             return 0
         in_flight, size = self.entries.in_flight, self.groups_per_step
@@ -201,7 +203,7 @@ class Ledger:
             capacity = min(capacity, (self.final_version - self.version) * size)
         num_new = max(0, capacity - in_flight)
         if self.draining:
-            # Groups that fill no batch would stay in flight for good.
+            # Groups that fill no batch would stay in flight forever.
             num_new = min(num_new, -in_flight % size)
         return num_new + len(self.entries.vacant)
 
@@ -211,7 +213,7 @@ class Ledger:
         return min(max(self.steered_bound, self._min_staleness), self.max_staleness)
 
     def renew(self, lease_ids: Iterable[str], now_s: float, ttl_s: float) -> tuple[str, ...]:
-        """Extend these leases; those that are no longer honored are returned."""
+        """Extend these leases; returns those that are no longer valid."""
         self.expire(now_s)
         lost = []
         for lease_id in lease_ids:
@@ -223,14 +225,14 @@ class Ledger:
         return tuple(lost)
 
     def reassert(self, lease: Lease, now_s: float, ttl_s: float) -> None:
-        """Grant a forgotten lease again if its prompt is free; `renew` returns it if not."""
+        """Grant a forgotten lease again if its prompt is free; if not, `renew` returns it."""
         self.expire(now_s)
         entry = Entry(lease.prompt_index, lease.lease_id, lease.min_policy_version, now_s + ttl_s)
         if not self.entries.has_open(lease.lease_id) and self.entries.grant_again(entry):
             self._expiries.add(entry)
 
     def put(self, lease_id: str, header: GroupHeader, now_s: float) -> bool:
-        """Take the group in. True: its payload must be kept; False: not (repeated, or too old).
+        """Take the group in; whether its payload must be kept (not if repeated or too old).
 
         Raises:
             UnknownLeaseError, DuplicateGroupError: refused and counted; nothing else changes.
@@ -259,10 +261,10 @@ class Ledger:
         return True
 
     def put_sibling(self, sibling: SiblingHeader, now_s: float) -> int | None:
-        """Keep a sibling of a group that is still sampled, until the group is put; in the place of
-        what was kept of it under an earlier lease, or when it had fewer tokens.
+        """Keep a sibling of a group that is still being sampled, until the group is put. It
+        replaces what was kept of it under an earlier lease, or with fewer tokens.
 
-        Returns the prompt for which its payload must be kept; None: repeated, or too late.
+        Returns the prompt for which its payload must be kept; None if it is repeated or too late.
 
         Raises:
             UnknownLeaseError: nothing changes.
@@ -278,18 +280,18 @@ class Ledger:
         return entry.prompt_index
 
     def end_lease(self, lease_id: str, reason: DropReason) -> None:
-        """The holder of this lease is gone. With siblings its place is kept for another;
-        without, its prompt is granted again."""
+        """The holder of this lease is gone. If siblings are kept, another lease takes its place;
+        otherwise its prompt is free again."""
         if entry := self._leased(lease_id):
             self._end(entry, reason)
 
     def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
-        """End a lease without a group; unknown or already filled leases are left as they are."""
+        """End a lease without a group; ignores unknown leases and those that have a group."""
         if entry := self._leased(lease_id):
             self.entries.drop(entry, reason, lengths)
 
     def refuse_malformed(self, lease_id: str) -> None:
-        """Drop and count the prompt of a lease whose put could not be decoded."""
+        """Drop and count the prompt of a lease whose group could not be decoded."""
         if entry := self._leased(lease_id):
             self.entries.drop(entry, DropReason.MALFORMED)
         else:
@@ -308,7 +310,7 @@ class Ledger:
     # The learner's side.
 
     def end_at(self, final_version: int | None) -> None:
-        """The version at which the run ends; None keeps what was set before."""
+        """Set the version at which the run ends; None keeps what was set before."""
         if final_version is not None:
             self.final_version = final_version
 
@@ -317,7 +319,7 @@ class Ledger:
 
         What was trained at versions <= `version` is acknowledged; what was taken, or trained later,
         is buffered again. With the `books` of its checkpoint, what is finished there is finished
-        here, and every other prompt is open here or will be granted again.
+        here, and every other prompt is open or will be granted again.
         """
         is_older = books is not None and not self.entries.follows(books, self.learner_term)
         self._settle(version)
@@ -339,9 +341,9 @@ class Ledger:
     ) -> tuple[GroupHeader, ...]:
         """Lend the oldest groups for training at `version`; () while there are too few.
 
-        Drops first what is too far from this version. The same version gets the same batch again.
-        With `num_held` a part of the batch is lent as soon as it can be, and () returned while that
-        has no more groups than these.
+        First drops what is too far from this version. The same version gets the same batch again.
+        With `num_held`, a part of the batch is lent as soon as possible; returns () while that part
+        has no more groups than `num_held`.
         """
         require_learner_term(learner_term, self.learner_term)
         num_missing = num_groups - len(self._lent.get(version, ()))
@@ -369,8 +371,8 @@ class Ledger:
         return tuple(header_of(self.entries[prompt_index]) for prompt_index in taken)
 
     def awaited(self) -> tuple[Entry, ...]:
-        """The leased groups among which the next batch waits for some, because they are due; first
-        due first. () unless enough others are finished.
+        """The leased groups that the next batch waits for because they are due, first due first; ()
+        unless enough others are finished.
         """
         num_missing = self.groups_per_step - len(self._lent.get(self.version, ()))
         is_short = self.entries.count(State.BUFFERED) < num_missing
@@ -386,7 +388,8 @@ class Ledger:
         return tuple(sorted(due, key=lambda e: (e.min_policy_version, e.prompt_index)))
 
     def advance(self, version: int, learner_term: int, steered_bound: int = 0) -> None:
-        """The step that made `version` used the batch of the version before. May be repeated.
+        """The step that made `version` used the batch taken for the previous version. May be
+        repeated.
 
         Leases are granted under `steered_bound` from here on, within the limits of the run.
         """
@@ -425,7 +428,7 @@ class Ledger:
         return dict(self._refused)
 
     def oldest_version(self) -> int | None:
-        """Oldest policy version in the ready queue."""
+        """The oldest policy version in the ready queue."""
         entry = self._ready.first()
         return None if entry is None else header_of(entry).oldest_version
 
@@ -434,7 +437,7 @@ class Ledger:
         return tuple(entry.lease_id for entry in leased if not entry.ended)
 
     def next_expiry_s(self) -> float | None:
-        """When `expire` may next have something to do."""
+        """When `expire` may next find an expired lease."""
         return self._expiries.next_s()
 
     def snapshot(self) -> LedgerSnapshot:
@@ -475,8 +478,8 @@ class Ledger:
             else:
                 versions = self._lent if entry.state is State.TAKEN else self._trained
                 versions.setdefault(entry.version, []).append(entry.prompt_index)
-        # A journal that has lost its last commits knows only a part of a batch that the learner has
-        # got whole since: the step over the whole would count as one over the part.
+        # A journal that lost its last commits may know only part of a batch that the learner took
+        # whole: the step on the whole batch would count as one on that part.
         parts = [v for v, lent in self._lent.items() if len(lent) < self.groups_per_step]
         for prompt_index in [index for version in parts for index in self._lent.pop(version)]:
             self._make_ready(self.entries[prompt_index])
@@ -493,7 +496,7 @@ class Ledger:
             self.entries.drop(entry, reason)
 
     def _drop_vacant(self, newer_than: int) -> None:
-        """The vacant entries that only a version newer than this one may sample."""
+        """Drop the vacant entries that only a version newer than this one may sample."""
         for version, prompt_index in tuple(self.entries.vacant):
             if version > newer_than:
                 self.entries.drop_vacant(self.entries[prompt_index])
@@ -507,7 +510,7 @@ class Ledger:
                 self.entries.acknowledge(self.entries[prompt_index])
 
     def _give_back(self) -> None:
-        """What is lent and trained is buffered again."""
+        """Buffer again what is taken or trained."""
         prompt_indices = list(chain(*self._lent.values(), *self._trained.values()))
         self._lent.clear()
         self._trained.clear()
@@ -529,8 +532,8 @@ class Ledger:
         return is_overdue and self.overdue is not OverduePolicy.TRAIN
 
     def _drop_abandoned(self, num_missing: int, version: int) -> None:
-        """Of the groups that the batch for `version` would get, drop those that it may not train
-        because their newest token is too far ahead, until it would get none of them."""
+        """Drop groups that the batch for `version` would get but may not train, since their newest
+        token is too far ahead, until it would get none of them."""
         newest = version + self.max_staleness
         while self.entries.columns.newest_buffered() > newest:
             buffered = (entry for entry in self.entries if entry.state is State.BUFFERED)
@@ -551,7 +554,7 @@ class Ledger:
     def _num_lendable(self, num_missing: int, version: int) -> int:
         """How many of the oldest finished groups the batch for `version` may get now.
 
-        The batch lacks `num_missing`; it may get fewer only where it waits for groups that are due.
+        The batch lacks `num_missing`; it may get fewer only while it waits for groups that are due.
         """
         if self.entries.count(State.BUFFERED) < num_missing:
             return 0
@@ -561,8 +564,8 @@ class Ledger:
         return max(0, min((num_missing, *(num_free for _, num_free in places))))
 
     def _free_places(self, num_missing: int, version: int) -> Iterator[tuple[int, int]]:
-        """For each oldest version of leased groups, the places in batches up to the one at which
-        they are due, less the groups that need one of them."""
+        """For each oldest version of leased groups: the places in batches up to the one at which
+        they are due, less the groups that need one."""
         leased = self.entries.columns.leased_versions
         num_leased = 0
         for oldest in sorted(leased):

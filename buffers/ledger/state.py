@@ -1,24 +1,24 @@
-"""A buffer's whole state: the ledger, the payloads, and the generator registry.
+"""The whole state of a buffer: the ledger, the payloads, and the generator registry.
 
-Invariant: a payload is held exactly while the ledger has its group, or its sibling. Only a
-journal may have lost some: such siblings are sampled again; such groups are dropped and their
-prompts granted again, those that a learner has taken when they would be buffered again. Calls
-return at once and never wait; a backend (`buffers.memory`, `buffers.zmq.server`) waits and owns the
-clock.
+Invariant: a payload is held exactly while the ledger has its group, or its sibling. Only a journal
+may have lost some: lost siblings are sampled again; lost groups are dropped and their prompts
+granted again (groups that a learner has taken, when they would be buffered again). Calls return at
+once and never wait; a backend (`buffers.memory`, `buffers.zmq.server`) waits and owns the clock.
 
-`require_proportion`: whether a learner's books are in proportion to a ledger, before the ledger
-changes for them. An attach that passes costs time and memory for MAX_REOPENED prompts at most,
-whatever numbers the books hold, and leaves books that close. Prompts that the books have finished
-and the ledger has never granted cost nothing, however many they are.
+`require_proportion` checks that a learner's books are plausible before the ledger adopts them. An
+attach that passes costs time and memory for at most MAX_REOPENED prompts, whatever numbers the
+books hold, and leaves books that close. Prompts that the books have finished and the ledger never
+granted cost nothing.
 
-`GeneratorRegistry`: which generators report to the buffer, and their scheduling states. An id has
-one session, the newest; an older one that still reports is fenced. A `SchedulingState` belongs to
-the id, so it outlasts a generator's process; only DRAINING is removed when its generator leaves.
+`GeneratorRegistry`: which generators report to the buffer, and their scheduling states. An id
+belongs to its newest session; an older session that still reports is fenced. A `SchedulingState`
+belongs to the id, so it outlasts a generator's process; only DRAINING is removed when its generator
+leaves.
 
-`RetryCounter`: how many leases of a prompt ended without a group, so that a prompt that never gets
-one is seen. Such a prompt is granted again each time. One that ends the process of each generator
-has no other trace. Leases that a learner's books end are not counted. Only open prompts without a
-group are counted: a count is forgotten once the prompt has a group or ends.
+`RetryCounter`: how many leases of a prompt ended without a group, to expose a prompt that never
+gets one. Such a prompt is granted again each time, and if it kills each generator's process, it
+leaves no other trace. Leases that a learner's books end are not counted. Only open prompts without
+a group are counted: a count is forgotten once the prompt has a group or ends.
 """
 
 import heapq
@@ -60,15 +60,15 @@ from streamrl.types import (
 log = logging.getLogger(__name__)
 
 MAX_REOPENED = 2**18
-# What a ledger may have lost of its counts; adding it stays far below the largest `Count`.
+# How many counts a ledger may have lost; adding it stays far below the largest `Count`.
 MAX_LOST = 2**40
 
 
 def require_proportion(books: Books, known: Books) -> None:
-    """Refuse the `books` of a learner that attaches to the ledger with the books `known`.
+    """Refuse implausible `books` of a learner that attaches to a ledger with the books `known`.
 
     Raises:
-        LedgerError: they are no books of a ledger, or of one that is too far from this one.
+        LedgerError: they are not valid books, or too far from this ledger's.
     """
     if not books.balanced:
         columns = books.in_flight + books.trained + books.acknowledged + sum(books.dropped.values())
@@ -107,7 +107,7 @@ MAX_GENERATORS = 16_384
 
 
 class _Report(Struct, frozen=True):
-    """The last heartbeat, and the earlier sessions that its session has replaced."""
+    """The last heartbeat, and the earlier sessions that this session has replaced."""
 
     status: GeneratorStatus
     seen_s: float
@@ -141,10 +141,10 @@ class GeneratorRegistry:
         return 0.0 if self._last_heartbeat_s is None else now_s - self._last_heartbeat_s
 
     def fences(self, status: GeneratorStatus) -> bool:
-        """Whether a newer session has replaced this one.
+        """Whether a newer session has replaced this report's.
 
         Raises:
-            LedgerError: it is one generator too many.
+            LedgerError: there are too many generators.
         """
         known = self._reports.get(status.generator_id)
         if known is None and len(self._reports) >= MAX_GENERATORS:
@@ -155,7 +155,7 @@ class GeneratorRegistry:
         return known is not None and status.session in known.replaced
 
     def update(self, status: GeneratorStatus, now_s: float) -> str | None:
-        """Store the report, which is not fenced; returns the session that it replaces, if any."""
+        """Store a report that is not fenced; returns the session that it replaces, if any."""
         known = self._reports.get(status.generator_id)
         replaced, older = (known.replaced, known.status.session) if known else ((), status.session)
         if older != status.session:
@@ -189,7 +189,7 @@ class GeneratorRegistry:
         return self.scheduling_states.get(generator_id, SchedulingState.ACTIVE)
 
     def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
-        """Set the state of this id.
+        """Set the scheduling state of this id.
 
         Raises:
             UnknownGeneratorError: no generator of this id reports or has a state.
@@ -197,7 +197,7 @@ class GeneratorRegistry:
         known = self._reports.keys() | self.scheduling_states.keys()
         if generator_id not in known:
             raise UnknownGeneratorError.among(generator_id, known)
-        # A journal compares it with what it was before.
+        # A new mapping, since a journal compares it with the previous one.
         self.scheduling_states = {**self.scheduling_states, generator_id: scheduling_state}
         if scheduling_state is SchedulingState.ACTIVE:
             del self.scheduling_states[generator_id]
@@ -207,12 +207,12 @@ _ENDS = ("buffered", "acknowledged", "dropped")
 
 
 def ends_without_group(event: Event) -> bool:
-    """Whether a lease ends here and its prompt is granted again."""
+    """Whether the event ends a lease whose prompt is granted again."""
     return bool(event.lease_id) and event.frees_prompt
 
 
 class RetryCounter:
-    """The counts of one ledger, from its events."""
+    """Counts for one ledger, from its events."""
 
     def __init__(self) -> None:
         self._num_leases: Counter[int] = Counter()
@@ -224,12 +224,12 @@ class RetryCounter:
             self._num_leases.pop(event.prompt_index, None)
 
     def retried(self) -> tuple[RetriedPrompt, ...]:
-        """See `BufferStats.retried`; of as many leases, the later prompt first."""
+        """See `BufferStats.retried`; on ties the later prompt comes first."""
         return most_retried(self._num_leases)
 
 
 def most_retried(num_leases: Counter[int]) -> tuple[RetriedPrompt, ...]:
-    """Of these leases that ended without a group, by prompt."""
+    """The prompts retried most often, by the number of leases that ended without a group."""
     counts = ((count, prompt_index) for prompt_index, count in num_leases.items())
     repeated = (count for count in counts if count[0] >= MIN_RETRIED_LEASES)
     return tuple(
@@ -240,11 +240,11 @@ def most_retried(num_leases: Counter[int]) -> tuple[RetriedPrompt, ...]:
 
 Payload = TypeVar("Payload")
 PayloadKey: TypeAlias = tuple[int, int]
-"""A payload's prompt, and the number of the sibling in it, or GROUP."""
+"""A payload's prompt, and its sibling number or GROUP."""
 GROUP = -1
 # Longer than a large model takes to load.
 RESUMES_WITHIN_S = 600.0
-# Attaches whose repetition is recognized; a client repeats only its last one.
+# How many attaches are remembered to recognize repetitions; a client repeats only its last one.
 MAX_REPEATED = 64
 
 
@@ -261,9 +261,9 @@ class BufferState(Generic[Payload]):
         self.lease_ttl_s = lease_ttl_s
         self.incarnation = uuid.uuid4().hex
         self.on_sibling: Callable[[int], None] = lambda _: None
-        """Called with the prompt of each sibling that is taken in."""
+        """Called with the prompt of each sibling that is stored."""
         self.on_session_end: Callable[[str, str], None] = lambda *_: None
-        """Called with a generator and its session whose leases have ended."""
+        """Called with a generator and a session of it whose leases have ended."""
         self.registry = GeneratorRegistry()
         self.refusal = ""
         self._learner_terms: dict[str, int] = {}
@@ -275,7 +275,7 @@ class BufferState(Generic[Payload]):
     def lease(
         self, lease_ids: Sequence[str], generator_id: str, now_s: float, learner_id: str = ""
     ) -> tuple[Lease, ...]:
-        """Those of these leases that are open, and new ones up to the generator's share."""
+        """Those of the given leases that are open, and new ones up to the generator's share."""
         self.ledger.expire(now_s)
         known = {lease_id for lease_id in lease_ids if self.ledger.entries.find(lease_id)}
         others = [lease_id for lease_id in lease_ids if lease_id not in known]
@@ -291,17 +291,17 @@ class BufferState(Generic[Payload]):
     def put_sibling(
         self, sibling: SiblingHeader, payload: bytes | memoryview, now_s: float
     ) -> None:
-        """A sibling of a leased group. See `Ledger.put_sibling`."""
+        """Store a sibling of a leased group. See `Ledger.put_sibling`."""
         prompt_index = self.ledger.put_sibling(sibling, now_s)
         if prompt_index is not None:
             self.ledger.entries.hold(prompt_index, sibling.number, payload, sibling.num_bytes)
             self.on_sibling(prompt_index)
 
     def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
-        """The payloads of the lease's siblings, in the order in which it names them.
+        """The payloads of the lease's siblings, in the lease's order.
 
         Raises:
-            UnknownLeaseError: the lease is not live.
+            UnknownLeaseError: the lease is not open.
         """
         entry = self.ledger.entries.find(lease_id)
         if entry is None:
@@ -311,7 +311,7 @@ class BufferState(Generic[Payload]):
     def heartbeat(self, status: GeneratorStatus, now_s: float) -> HeartbeatReply:
         """Renew the generator's leases, whose ids are SESSION/NUMBER.
 
-        The leases of an earlier session end here, and its later heartbeats are fenced.
+        Leases of an earlier session end now, and its later heartbeats are fenced.
         """
         is_fenced = self.registry.fences(status)
         if is_fenced:
@@ -336,9 +336,9 @@ class BufferState(Generic[Payload]):
         final_version: int | None = None,
         learner_id: str = "",
     ) -> int:
-        """The learner's term; a repeated call with the same `call_id` gets the same one.
+        """Attach a learner; its term. A repeated call with the same `call_id` gets the same term.
 
-        The run now ends at `final_version`; None keeps what was set before.
+        From now on the run ends at `final_version`; None keeps what was set before.
         """
         if call_id and call_id in self._learner_terms:
             return self._learner_terms[call_id]
@@ -382,7 +382,7 @@ class BufferState(Generic[Payload]):
             i: entry for i, entry in found.items() if not entry or GROUP not in entry.payloads
         }
         if any(entry and entry.header for entry in missing.values()):
-            # The learner attaches again, and these prompts are sampled again.
+            # The learner will attach again, and these prompts be sampled again.
             raise LostMemoryError(f"the journal has lost the groups of the prompts {[*missing]}")
         if missing:
             raise LedgerError(f"no group is held for the prompts {[*missing][:MAX_AWAITED]}")
@@ -393,7 +393,7 @@ class BufferState(Generic[Payload]):
         self.ledger.finish(learner_term)
 
     def expire(self, now_s: float) -> None:
-        """End expired leases; remove generators that have not reported for `lease_ttl_s`."""
+        """End expired leases, and remove generators that have not reported for `lease_ttl_s`."""
         self.ledger.expire(now_s)
         if self._resumes_until_s is not None and now_s > self._resumes_until_s:
             self._resumes_until_s = None
@@ -432,12 +432,13 @@ class BufferState(Generic[Payload]):
 
     @property
     def is_over(self) -> bool:
-        """A run that has ended in its journal may be resumed: a learner has time to attach."""
+        """Whether the run is over. One that ended in its journal may be resumed, so a learner gets
+        time to attach first."""
         return self.ledger.finished and self._resumes_until_s is None
 
     def lose(self, keys: Iterable[PayloadKey]) -> None:
-        """These payloads are gone from where they were kept: such groups are sampled again, those
-        that are lent once their learner attaches again; such siblings with the rest of theirs."""
+        """These payloads are gone from where they were kept. Groups are sampled again (taken ones
+        once their learner attaches again), and siblings together with the rest of their group."""
         touched: dict[int, Entry] = {}
         for prompt_index, number in keys:
             if (entry := self.ledger.entries.get(prompt_index)) is not None:
@@ -446,11 +447,12 @@ class BufferState(Generic[Payload]):
                 if number != GROUP:
                     entry.siblings = tuple(s for s in entry.siblings if s.number != number)
                     self.on_sibling(prompt_index)
-        # Not all entries: anybody may call what is not even here lost, time after time.
+        # Only these entries are visited: anybody may report unknown payloads as lost, again and
+        # again.
         self._orphan_lost(touched.values())
 
     def snapshot(self) -> LedgerSnapshot:
-        """All but the entries and their payloads."""
+        """A snapshot of everything but the entries and their payloads."""
         scheduling_states = self.registry.scheduling_states
         return replace(self.ledger.snapshot(), scheduling_states=scheduling_states)
 
@@ -462,7 +464,7 @@ class BufferState(Generic[Payload]):
         payloads: Mapping[PayloadKey, Any],
         now_s: float,
     ) -> None:
-        """Continue, in a blank state, where a journal ends, which may have lost payloads."""
+        """Continue, in a blank state, where a journal ends; it may have lost payloads."""
         self._resumes_until_s = now_s + RESUMES_WITHIN_S
         self.registry.scheduling_states = snapshot.scheduling_states
         held = list(entries)
@@ -477,10 +479,10 @@ class BufferState(Generic[Payload]):
         self._orphan_lost(self.ledger.entries)
 
     def _share(self, generator_id: str, learner_id: str) -> int:
-        """New leases that one call may be granted: this generator's share of what is admitted.
+        """How many new leases one call may get: this generator's share of what is admitted.
 
-        A generator with a large engine thus leaves some to those that call a moment later. One with
-        weights of another learner has no share.
+        So a generator with a large engine leaves some to those that call a moment later. A
+        generator with another learner's weights gets none.
         """
         if learner_id and self.ledger.learner_id not in ("", learner_id):
             return 0
@@ -503,11 +505,12 @@ class BufferState(Generic[Payload]):
         self.on_session_end(generator_id, session)
 
     def _wait_due_s(self, now_s: float) -> float:
-        """How long the batch at hand has waited for groups that are due, others being finished."""
+        """How long the current batch has waited for groups that are due, while others were
+        finished."""
         return 0.0 if self._due_since_s is None else now_s - self._due_since_s
 
     def _orphan_lost(self, entries: Iterable[Entry]) -> None:
-        """Of these, drop the buffered groups whose payload is lost."""
+        """Drop those of these groups that are buffered and whose payload is lost."""
         buffered = (entry for entry in entries if entry.state is State.BUFFERED)
         lost = sorted(entry.prompt_index for entry in buffered if GROUP not in entry.payloads)
         for prompt_index in lost:

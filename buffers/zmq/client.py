@@ -2,10 +2,10 @@
 
 Invariant: a call returns the server's reply, raises the error that the server names, or raises
 TransportError at its deadline; it never hangs. A request without a reply is sent again: at once
-after a reconnection, else each time with twice the timeout. So is one that the server refused
-because its disk is full, after a pause that grows. The ledger answers a repeated request alike. At
-most MAX_PUTS payloads are sent at a time, so that a slow server does not receive one twice before
-it has read it.
+after a reconnection, otherwise each time after twice the timeout. A request that was refused
+because the server's disk is full is sent again after growing pauses. The ledger answers a repeated
+request the same way. At most MAX_PUTS payloads are sent at a time, so that a slow server does not
+get one twice before it has read it.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ _HANDSHAKE_FAILED = (
 
 
 class Stops:
-    """Of one call. An attempt that ends STOPPED_S too late does not count, MAX_STOPS times: this
-    process was stopped, and has not seen whether there is an answer."""
+    """Detects that this process was stopped during a call. An attempt that ends STOPPED_S too late
+    does not count, up to MAX_STOPS times: an answer may have come meanwhile."""
 
     def __init__(self) -> None:
         self._num_left = MAX_STOPS
 
     def lost_s(self, took_s: float, timeout_s: float) -> float:
-        """By how much the deadline of the call is later, after an attempt that took so long."""
+        """By how much to extend the call's deadline after an attempt that took this long."""
         if took_s <= timeout_s + STOPPED_S or not self._num_left:
             return 0.0
         self._num_left -= 1
@@ -59,8 +59,8 @@ class ZmqBuffer(m.RequestClient):
     """Implements `streamrl.interfaces.TrajectoryBuffer` with a `ZmqBufferServer`.
 
     `deadline_s` is the time for a reply, in addition to the call's own `wait_s`; `retry_s` the time
-    for the reply to a first attempt. `curve` is the folder of the keys, if the server has some;
-    `final_version` is for a learner and `run_name` for all, as of `buffers.messages.RequestClient`.
+    before the first repetition. `curve` is the folder of keys, if the server uses them;
+    `final_version` (for a learner) and `run_name` are as in `buffers.messages.RequestClient`.
     """
 
     def __init__(
@@ -108,8 +108,9 @@ class ZmqBuffer(m.RequestClient):
     async def _call(
         self, request: m.Request, expected: type[m.Expected], wait_s: float = 0.0, *payloads: bytes
     ) -> tuple[m.Expected, list[memoryview]]:
-        """The reply and its payload frames. Waits for them, and resends, until the deadline."""
-        # The same for every attempt, so that a late reply to an earlier one is a reply too.
+        """The reply and its payload frames. Waits for them, sending again as needed, until the
+        deadline."""
+        # The same id for every attempt, so that a late reply to an earlier one counts, too.
         request_id = next(self._ids).to_bytes(8, "little")
         frames = [request_id, wire.encode(request), *payloads]
         loop = asyncio.get_running_loop()
@@ -127,12 +128,13 @@ class ZmqBuffer(m.RequestClient):
                     return self._decode(reply, expected)
                 except StorageError as error:
                     if isinstance(request, m.StatsRequest):
-                        # Whoever asks for them explains why the run stands still.
+                        # Whoever asks for stats wants to explain why the run stalls.
                         raise
                     log.warning("%s waits: %s", type(request).__name__, error)
                     refusal, refused_at_s = error, min(refused_at_s, now_s)
-                    # The longer the disk has been full, the longer the pause, and not all at once:
-                    # a thousand clients send their groups again. The last one is before the end.
+                    # The longer the disk has been full, the longer the pause, with jitter: a
+                    # thousand clients send their groups again. The last attempt comes before the
+                    # deadline.
                     pause_s = min(max(REFUSED_S, (now_s - refused_at_s) / 2), LONGEST_REFUSED_S)
                     left_s = deadline - now_s
                     last_s = left_s - REFUSED_S if left_s > REFUSED_S else left_s
@@ -159,7 +161,7 @@ class ZmqBuffer(m.RequestClient):
         reply: asyncio.Future[list[memoryview] | None] = self._loop.create_future()
         self._replies[frames[0]] = reply
         if not self._unsent:
-            # Once every call that is ready has added its request: they share a message.
+            # Later in this turn, once every ready call has added its request: they share a message.
             self._loop.call_soon(self._send_all)
         self._unsent[frames[0]] = frames
         try:
@@ -172,7 +174,7 @@ class ZmqBuffer(m.RequestClient):
             self._unsent.pop(frames[0], None)
 
     def _reconnect(self, url: str, set_keys: Callable[["zmq.Socket[bytes]"], None]) -> None:
-        """Leave the server there was, if any, for that at `url`, and send the open requests there.
+        """Switch to the server at `url`, and send the open requests there.
 
         `set_keys` sets the keys of a socket that is not yet connected.
         """
@@ -181,7 +183,7 @@ class ZmqBuffer(m.RequestClient):
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
         reconnect_soon(socket)
-        # Without a connection requests wait in `_send_and_wait`, until the caller's deadline.
+        # Without a connection, requests wait in `_send_and_wait` until the caller's deadline.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         try:
             set_keys(socket)
@@ -193,10 +195,10 @@ class ZmqBuffer(m.RequestClient):
         )
         socket.connect(url.replace("zmq://", "tcp://"))
         self._socket, self._monitor = socket, monitor
-        # zmq.asyncio costs more than the call itself; this is the part of it that is needed.
+        # zmq.asyncio costs more than the call itself; this is the part that is needed.
         self._loop.add_reader(socket.fileno(), self._read)
         self._loop.add_reader(monitor.fileno(), self._read_monitor)
-        # The descriptors signal only what is new after a first look.
+        # The descriptors signal only what is new since the last look.
         self._read()
         self._read_monitor()
         self._resend_all()
@@ -222,10 +224,11 @@ class ZmqBuffer(m.RequestClient):
         return reply, frames[1:]
 
     def _send_all(self) -> None:
-        """Sends what is not sent yet, if there is a connection; never waits."""
+        """Send the unsent requests, if there is a connection; never waits."""
         if self._socket is None:
             return
-        # The socket's descriptor signals a change only once, and sending may have consumed it.
+        # The socket's descriptor signals a change only once, and sending may have consumed the
+        # signal.
         self._loop.call_soon(self._read)
         while self._unsent:
             requests = self._next_requests()
@@ -237,7 +240,7 @@ class ZmqBuffer(m.RequestClient):
                 del self._unsent[request_id]
 
     def _next_requests(self) -> list[list[bytes]]:
-        """Those of the next message: one, or several of MESSAGE_BYTES together at most."""
+        """The requests for the next message: one, or several of at most MESSAGE_BYTES together."""
         chosen: list[list[bytes]] = []
         num_bytes = 0
         for frames in self._unsent.values():
@@ -248,9 +251,9 @@ class ZmqBuffer(m.RequestClient):
         return chosen
 
     def _read(self) -> None:
-        """Passes the replies that have arrived to their callers, and signals a connection.
+        """Pass arrived replies to their callers, and notice a new connection.
 
-        Both at each call: the descriptor signals neither a second time.
+        Does both at each call: the descriptor signals neither twice.
         """
         while self._socket is not None:
             events = multipart.events(self._socket)
@@ -258,14 +261,14 @@ class ZmqBuffer(m.RequestClient):
                 self._send_all()
             if not events & multipart.READABLE:
                 return
-            # Payloads stay in the memory they arrived in; the arrays decoded are views of it.
+            # Payloads stay in the memory they arrived in; decoded arrays are views of it.
             for request_id, *frames in multipart.divided(multipart.receive(self._socket)):
                 reply = self._replies.get(bytes(request_id))
                 if reply is not None and not reply.done():
                     reply.set_result(frames)
 
     def _read_monitor(self) -> None:
-        """Sends the open requests again after a reconnection."""
+        """Send the open requests again after a reconnection."""
         while self._monitor is not None:
             try:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]

@@ -3,8 +3,8 @@
 A message carries one or more parts (requests or replies), divided by an empty frame: what is ready
 at one moment shares a message, because each message wakes a thread at both ends. No part is empty.
 
-`send` and `receive` are as pyzmq's own `send_multipart` and `recv_multipart`, which convert a flag
-to an enum for every frame and spend three quarters of their time on that.
+`send` and `receive` do the same as pyzmq's `send_multipart` and `recv_multipart`, which spend three
+quarters of their time converting a flag to an enum for every frame.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +19,12 @@ READABLE = int(zmq.POLLIN)
 WRITABLE = int(zmq.POLLOUT)
 DIVIDER = b""
 MAX_PARTS = 64
-# To share memory between threads costs more than to copy this much.
+# Up to this size, copying costs less than sharing memory between threads.
 COPIED_BYTES = 2**16
 
 
 def events(socket: "zmq.Socket[bytes]") -> int:
-    """READABLE, WRITABLE or both; costs less than the exception where there is no message."""
+    """READABLE, WRITABLE or both; asking costs less than the exception if there is no message."""
     return int(socket.get(zmq.EVENTS))
 
 
@@ -40,7 +40,7 @@ def send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame]) -> None:
 
 
 def receive(socket: "zmq.Socket[bytes]") -> list[zmq.Frame]:
-    """The message that has arrived, in the memory it arrived in."""
+    """Receive an arrived message, in the memory it arrived in."""
     frames = [socket.recv(NOW, copy=False)]
     while frames[-1].more:
         frames.append(socket.recv(NOW, copy=False))
@@ -48,7 +48,7 @@ def receive(socket: "zmq.Socket[bytes]") -> list[zmq.Frame]:
 
 
 def joined(parts: Iterable[Sequence[Frame]]) -> list[Frame]:
-    """The frames of one message with these parts; requests are MAX_PARTS at most."""
+    """The frames of one message with these parts; at most MAX_PARTS requests."""
     frames: list[Frame] = []
     for part in parts:
         if frames:
@@ -58,7 +58,7 @@ def joined(parts: Iterable[Sequence[Frame]]) -> list[Frame]:
 
 
 def divided(frames: Iterable[zmq.Frame]) -> list[list[memoryview]]:
-    """The parts of a message, in the memory they arrived in; MAX_PARTS at most."""
+    """The parts of a message, at most MAX_PARTS, in the memory they arrived in."""
     parts: list[list[memoryview]] = [[]]
     for frame in frames:
         data = frame.buffer

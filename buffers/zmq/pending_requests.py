@@ -1,8 +1,9 @@
 """Pending requests: leases while admission is closed, takes while there are too few groups.
 
-Invariant: they are answered in the order of arrival, and a thousand of them cost no more than one
-until a lease can be granted. There are at most MAX_LEASES and MAX_TAKES, of MAX_BYTES together, and
-MAX_OF_SENDER of one connection. Nothing here waits; `next_deadline_s` is when the server must look.
+Invariant: they are answered in order of arrival, and a thousand of them cost no more than one until
+a lease can be granted. There are at most MAX_LEASES and MAX_TAKES, MAX_BYTES in total, and
+MAX_OF_SENDER per connection. Nothing here waits; `next_deadline_s` is when the server must look
+next.
 """
 
 import heapq
@@ -21,7 +22,8 @@ MAX_BYTES = 32 * 2**20
 
 
 class PendingRequest(Struct, frozen=True):
-    """A request of `num_bytes` that cannot be answered yet; its deadline is `deadline_s`."""
+    """A request of `num_bytes` that cannot be answered before `deadline_s`, unless the state
+    changes."""
 
     sender: bytes
     request_id: bytes
@@ -31,7 +33,8 @@ class PendingRequest(Struct, frozen=True):
 
 
 class PendingRequests:
-    """By number, in the order of arrival; the heap of deadlines may contain answered ones."""
+    """Pending requests by number, in order of arrival; the heap of deadlines may contain answered
+    ones."""
 
     def __init__(self) -> None:
         self._leases: dict[int, PendingRequest] = {}
@@ -45,7 +48,8 @@ class PendingRequests:
         return len(self._leases) + len(self._takes)
 
     def add(self, pending: PendingRequest) -> bool:
-        """Whether there is room for it; if not, its answer is that there is nothing yet."""
+        """Add a request if there is room; if not, false, and its answer is that there is nothing
+        yet."""
         waiting, limit = self._leases, MAX_LEASES
         if isinstance(pending.request, m.TakeRequest):
             waiting, limit = self._takes, MAX_TAKES
@@ -76,7 +80,7 @@ class PendingRequests:
     def retry(self, attempt: Callable[[PendingRequest], bool], admits: Callable[[], bool]) -> None:
         """Attempt all takes, and leases while `admits` is true.
 
-        `attempt` returns whether it answered; the others remain, in their order.
+        `attempt` returns whether it answered the request; the others remain, in order.
         """
         always: Callable[[], bool] = lambda: True  # noqa: E731
         for waiting, is_open in ((self._takes, always), (self._leases, admits)):
@@ -90,7 +94,7 @@ class PendingRequests:
                 self._release(waiting.pop(number))
 
     def overdue(self, now_s: float) -> Iterator[PendingRequest]:
-        """The requests whose deadline has passed, which are removed."""
+        """Remove and return the requests whose deadline has passed."""
         while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
             _, number = heapq.heappop(self._deadlines)
             waiting = self._leases if number in self._leases else self._takes
@@ -99,12 +103,13 @@ class PendingRequests:
             yield pending
 
     def forget_leases(self, generator_id: str, session: str) -> None:
-        """Remove those of a session that ends: a lease granted to it would have to expire."""
+        """Remove the lease requests of a session that ends: a lease granted to it would have to
+        expire."""
         ended = [
             number
             for number, pending in self._leases.items()
             if isinstance(pending.request, m.LeaseRequest)
-            # A thousand may leave at once: only the ids of its own requests are looked at.
+            # A thousand may leave at once, so look only at the session's own requests.
             and pending.request.generator_id == generator_id
             and any(name.partition("/")[0] == session for name in pending.request.lease_ids)
         ]
@@ -112,7 +117,7 @@ class PendingRequests:
             self._release(self._leases.pop(number))
 
     def _release(self, pending: PendingRequest) -> None:
-        """Count one that was removed no longer."""
+        """Stop counting a removed request."""
         self._num_bytes -= pending.num_bytes
         self._per_sender[pending.sender] -= 1
         if not self._per_sender[pending.sender]:

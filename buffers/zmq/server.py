@@ -1,27 +1,27 @@
 """`zmq://`, the server: one ROUTER socket around a `BufferState`.
 
 Invariant: every request gets exactly one reply, and the reply to a change is sent after the journal
-has committed it; the requests that have arrived together share a commit. While the journal cannot
-be written (a full disk) every reply is StorageError, no group is accepted, and clients send their
-requests again; the changes that the file lacks are written first when space returns. So it is while
-the journal cannot be opened, and then the stats are refused too, with the reason.
+has committed it; requests that arrived together share a commit. While the journal cannot be written
+(a full disk) every reply is StorageError, no group is accepted, and clients send their requests
+again; the changes that the file lacks are written first when space returns. The same holds while
+the journal cannot be opened; then stats are refused, too, with the reason.
 
 A lease or take that cannot be granted yet is pending; it is answered when the state changes or its
-`wait_s` is over. This is the back-pressure: no group arrives that was not leased. One thread runs
+`wait_s` is over. This is the back-pressure: no group arrives without a lease. One thread runs
 `serve`; nothing else accesses the state. `serve` waits for requests, expiries and deadlines.
 
-No message ends the server. What fails is refused, and costs its sender: after a turn of many
-refusals the server rests, while the connections' queues are full and the others' messages are next.
-An unexpected error is a refusal too, if the ledger is as it was before the request. If not, the
-server ends, and continues from its journal.
+No message ends the server. A request that fails is refused, at its sender's cost: after a turn with
+many refusals the server pauses, while the sender's queue fills and messages of others come next. An
+unexpected error is also just a refusal if it left the ledger unchanged. If not, the server ends,
+and continues from its journal.
 
-Requests that shared a message get their replies in one message, in their order. So do the pending
-requests of one connection that are answered in one turn.
+Requests that shared a message get their replies in one message, in order. So do pending requests of
+one connection that are answered in the same turn.
 
-A connection is read until it has sent MAX_MALFORMED malformed messages within WINDOW_S. For
-IGNORED_S from then on its messages are discarded unread and unanswered; then it is read again. Good
-clients behind the same address have connections of their own. At most MAX_PEERS are remembered,
-those with the latest malformed messages.
+A connection is read until it has sent MAX_MALFORMED malformed messages within WINDOW_S. Then its
+messages are discarded unread and unanswered for IGNORED_S. Good clients behind the same address
+have their own connections. At most MAX_PEERS are remembered, those with the latest malformed
+messages.
 """
 
 import logging
@@ -55,8 +55,8 @@ LONGEST_TURN_S = 2 * POLL_S
 
 
 class ServingClock:
-    """The seconds of `clock`, without those between two readings beyond LONGEST_TURN_S: nobody is
-    heard while the server stands still, and then no lease may end for its holder's silence."""
+    """The seconds of `clock`, counting at most LONGEST_TURN_S between two readings: while the
+    server stands still it hears nobody, so no lease may expire for its holder's silence."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -75,14 +75,15 @@ MAX_OBSERVERS = 1024
 
 
 class Observers:
-    """Who follows a run by its stats, as a validator does, and is told by nobody else that it is
-    over: by routing id, who asked last at the end, MAX_OBSERVERS at most."""
+    """Clients that follow a run only by its stats, as a validator does, and so must see there that
+    it is over. By routing id, the latest last, at most MAX_OBSERVERS."""
 
     def __init__(self) -> None:
         self._asked_s: OrderedDict[bytes, float] = OrderedDict()
 
     def note(self, peer: bytes, now_s: float, *, is_over: bool) -> None:
-        """This peer gets the stats now, or ends the run; `is_over` is what it knows of it then."""
+        """Note that this peer gets the stats now, or ends the run; `is_over` is what it then
+        knows."""
         self._asked_s.pop(peer, None)
         if not is_over:
             self._asked_s[peer] = now_s
@@ -90,7 +91,7 @@ class Observers:
             self._asked_s.popitem(last=False)
 
     def are_waiting(self, now_s: float) -> bool:
-        """Whether somebody is likely to ask again who does not know that the run is over."""
+        """Whether somebody who does not know yet that the run is over is likely to ask again."""
         newest_s = next(reversed(self._asked_s.values()), float("-inf"))
         return now_s - newest_s < ASKED_WITHIN_S
 
@@ -103,14 +104,14 @@ class _Reply(Struct, frozen=True):
 
 
 class Replies:
-    """Those of one turn, by message and connection."""
+    """The replies of one turn, by message and connection."""
 
     def __init__(self) -> None:
         self._replies: dict[tuple[int, bytes], list[_Reply]] = {}
         self._number = 0
 
     def begin_message(self) -> None:
-        """The next replies are to requests of another message, or to pending ones."""
+        """From now on, replies are to requests of another message, or to pending ones."""
         self._number += 1
 
     def add(
@@ -120,7 +121,7 @@ class Replies:
         self._replies.setdefault((self._number, sender), []).append(_Reply(frames, is_reading))
 
     def send(self, socket: "zmq.Socket[bytes]", refusal: StorageError | None) -> None:
-        """After the commit, or after it failed with the refusal, which then is the reply."""
+        """Send the replies after the commit; if that failed, the refusal is sent in their place."""
         for (_, sender), replies in self._replies.items():
             parts = [
                 reply.frames if refusal is None or reply.is_reading else _refused(reply, refusal)
@@ -139,13 +140,13 @@ WINDOW_S = 10.0
 IGNORED_S = 10.0
 MAX_PEERS = 4096
 REPORT_S = 1.0
-# A turn's refusals: so many, or so many bytes of them, at a rate that leaves the cores to others.
+# Limits on a turn's refusals, in number and bytes, that leave the cores to others.
 MAX_REFUSED = 8
 MAX_REFUSED_BYTES = 2**20
 
 
 class RefusalBudget:
-    """The refusals of one turn; `is_spent` when they are enough for it."""
+    """Counts the refusals of one turn; `is_spent` once they reach a limit."""
 
     def __init__(self) -> None:
         self.start()
@@ -171,7 +172,7 @@ class _Malformed(Struct, frozen=True):
 
 
 class Peers:
-    """By routing id, the connection with the latest malformed message last."""
+    """Connections by routing id, the one with the latest malformed message last."""
 
     def __init__(self) -> None:
         self._malformed: OrderedDict[bytes, _Malformed] = OrderedDict()
@@ -180,7 +181,7 @@ class Peers:
         self._warnings = EventLimit(burst=5, every_s=10.0)
 
     def ignores(self, peer: bytes, now_s: float) -> bool:
-        """Whether this message of the connection is to be discarded; it is counted then."""
+        """Whether to discard this message of the connection; counts it if so."""
         known = self._malformed.get(peer)
         if known is None or now_s >= known.ignored_until_s:
             return False
@@ -188,7 +189,7 @@ class Peers:
         return True
 
     def take_num_ignored(self, now_s: float) -> int:
-        """The messages ignored since the last call, once in REPORT_S; else 0."""
+        """The messages ignored since the last report, at most once every REPORT_S; otherwise 0."""
         if now_s - self._reported_s < REPORT_S:
             return 0
         num_ignored, self._num_ignored, self._reported_s = self._num_ignored, 0, now_s
@@ -216,10 +217,10 @@ class Peers:
 Frames: TypeAlias = Sequence[Frame]
 STATS_S = 1.0
 SHUTDOWN_GRACE_S = 0.5
-# One commit's worth: more would keep the first ones waiting.
+# The requests of one commit: more would keep the first ones waiting.
 MAX_REQUESTS = 256
 MAX_BYTES = 64 * 2**20
-# Messages that wait in one connection, each way; behind them the sender waits.
+# Messages that may queue in one connection, each way; beyond that the sender waits.
 MAX_QUEUED = 128
 MAX_REPLIES = 1000
 # A larger frame ends its connection; a smaller one that is too large is refused.
@@ -249,7 +250,7 @@ class ZmqBufferServer:
         clock: Callable[[], float] = time.monotonic,
         on_stats: Callable[[BufferStats], None] | None = None,
     ) -> None:
-        """`on_stats` is called in the thread of `serve`, every STATS_S at most.
+        """`on_stats` is called in the thread of `serve`, at most every STATS_S.
 
         `stores_elsewhere`: payloads are `buffers.messages.StoredGroup`. Then only those whom Redis
         tells `key`, which is new, may connect from other machines; on this one it is "".
@@ -264,7 +265,7 @@ class ZmqBufferServer:
         self._journal: Journal[Any] | None = None
         self._refusal: StorageError | None = None
         self._clock = clock = ServingClock(clock)
-        # Nobody is served before the first attempt to open it.
+        # No request is served before the first attempt to open it.
         self._commit()
         self._replies = Replies()
         self._max_group_bytes = max_group_bytes
@@ -292,8 +293,8 @@ class ZmqBufferServer:
         self.url = endpoint.replace("tcp://", "zmq://")
 
     def serve(self, stop: threading.Event, *, until_complete: bool = False) -> BufferStats | None:
-        """Answers until `stop` is set, or the run is complete, its observers know, and
-        SHUTDOWN_GRACE_S have passed, in which the last replies are sent.
+        """Serve until `stop` is set, or until the run is complete and its observers know; then
+        SHUTDOWN_GRACE_S longer, to send the last replies.
 
         Waits for a request, the next expiry or the next deadline, at most POLL_S. Returns the last
         stats; None if its journal could not be opened.
@@ -320,18 +321,18 @@ class ZmqBufferServer:
 
     @property
     def _is_blank(self) -> bool:
-        """Whether the state is still to be recovered."""
+        """Whether the state has yet to be recovered."""
         return self._open_journal is not None and self._journal is None
 
     def _show_stats(self) -> None:
         now_s = self._clock()
-        # Counts of a blank state would be read as those of a run that began anew.
+        # Counts of a blank state would look like those of a new run.
         if self._on_stats is not None and now_s >= self._stats_s and not self._is_blank:
             self._stats_s = now_s + STATS_S
             self._on_stats(self._state.stats(now_s))
 
     def _has_ended(self) -> bool:
-        """Closing at once would lose the replies that clients have not read."""
+        """Whether to close now: closing at once would lose replies that clients have not read."""
         now_s = self._clock()
         if not self._state.is_complete or self._observers.are_waiting(now_s):
             self._needed_s = now_s
@@ -393,7 +394,7 @@ class ZmqBufferServer:
         return wire.decode(data, m.Request, max_bytes=MAX_REQUEST_BYTES)  # type: ignore[arg-type]
 
     def _answer(self, apply: Callable[[], m.Answer | None], num_bytes: int = 0) -> m.Answer | None:
-        """What `apply` returns for a message of `num_bytes`, or the refusal, whatever fails."""
+        """What `apply` returns for a message of `num_bytes`, or a refusal, whatever fails."""
         ledger = self._state.ledger
         revision = ledger.entries.revision
         try:
@@ -414,7 +415,7 @@ class ZmqBufferServer:
         if self._is_blank:
             self._require_space()
         if isinstance(request, m.OfRun):
-            # Before anything: generators of all runs are named alike.
+            # Check first: generators of different runs may have the same name.
             request.require_run(self._state)
         match request:
             case m.LeaseRequest() | m.TakeRequest():
@@ -445,7 +446,7 @@ class ZmqBufferServer:
         self._state.put(lease_id, header, kept, self._clock())
 
     def _group(self, payload: Frame) -> tuple[GroupHeader, Frame]:
-        """The header, and what the state keeps of a payload."""
+        """The group's header, and what the state keeps of its payload."""
         if self._stores_elsewhere:
             stored = wire.decode(payload, m.StoredGroup, max_bytes=MAX_REQUEST_BYTES)
             return stored.header, stored.key
@@ -453,7 +454,7 @@ class ZmqBufferServer:
         return group.header(len(payload)), payload
 
     def _sibling(self, frames: Frames) -> Frame:
-        """Its bytes, which are checked where they are read: only a generator knows their form."""
+        """The sibling's bytes. They are checked when read: only a generator knows their form."""
         payload = frames[0] if frames else b""
         most = m.MAX_KEY_BYTES if self._stores_elsewhere else self._max_group_bytes
         if len(payload) > most:
@@ -467,7 +468,7 @@ class ZmqBufferServer:
             raise self._refusal
 
     def _commit(self) -> None:
-        """Opens the journal, or commits it; sets the refusal of every request while it cannot."""
+        """Open the journal, or commit to it; while that fails, set the refusal of every request."""
         if self._open_journal is None:
             return
         mended = "opened" if self._journal is None else "written again; nothing was lost"

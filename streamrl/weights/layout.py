@@ -2,7 +2,7 @@
 
 Invariant: sender and receiver compute the same layout from the same manifest and `bucket_bytes`, so
 no offsets are sent; a tensor's offset depends on the manifest alone. A tensor larger than a bucket
-gets a bucket of its own.
+gets its own bucket.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -122,8 +122,8 @@ def manifest_of(
     dtype: torch.dtype | None = None,
     exact: Collection[str] = (),
 ) -> tuple[TensorSpec, ...]:
-    """The manifest of the parameters; `dtype` replaces that of the floating-point ones that are not
-    `exact`.
+    """The manifest of the parameters; `dtype` replaces that of floating-point parameters, except
+    those in `exact`.
 
     float8_e4m3fn is for matrices (see `float8.is_sent_in_float8`); the rest becomes bfloat16.
     """
@@ -143,7 +143,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without the prefix, as in a manifest."""
+    """torch's name without its prefix, as in a manifest."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,6 +1,7 @@
-"""The locality of a process: where weights are sent from or received.
+"""The locality of a process: the host and GPU where weights are sent from or received.
 
-A sender compares it with each receiver's: who can share its memory, and who a broadcast by NCCL.
+A sender compares its own with each receiver's, to see who can share its memory and who can take
+part in an NCCL broadcast.
 """
 
 from pathlib import Path
@@ -16,8 +17,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def locality_of(device: torch.device | str, num_ranks: int = 1) -> Locality:
-    """That of this process, or of its `num_ranks` workers, each on a GPU of its own, counted from
-    the first visible one."""
+    """The locality of this process, or of its `num_ranks` workers, each on its own GPU, counted
+    from the first visible one."""
     device = torch.device(device)
     if device.type != "cuda":
         return Locality(host=this_host(), device_type=device.type)
@@ -53,7 +54,8 @@ def can_share(sender: Locality, receiver: Locality) -> bool:
 
 
 def backend_among(localities: list[Locality]) -> Literal["gloo", "nccl"]:
-    """Unknown GPUs count as different ones, as those of other machines are."""
+    """The backend for a broadcast among these. Unknown GPUs count as different, like those of other
+    machines."""
     gpus = [gpu for locality in localities for gpu in locality.gpus]
     are_different = len(set(gpus)) == len(gpus)
     on_gpus = all(locality.device_type == "cuda" for locality in localities)

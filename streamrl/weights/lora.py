@@ -2,8 +2,8 @@
 
     matrix = base + left right      left [rows, rank] holds the scale, right [rank, columns]
 
-Invariant: the manifest says by its names alone that an update is of factors; the base is what the
-engine loaded at its start, which is what the learner trains the factors of.
+Invariant: the manifest's names alone say that an update holds factors; the base is what the engine
+loaded at its start, the model that the learner trains factors for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def is_of_factors(manifest: Iterable[TensorSpec]) -> bool:
-    """Whether the update changes some matrices of the base, and is not a whole model."""
+    """Whether the update holds factors for some matrices of the base, rather than a whole model."""
     return any(spec.name.endswith((LEFT, RIGHT)) for spec in manifest)
 
 
@@ -62,7 +62,7 @@ def merged(
     left: torch.Tensor | None = None
     for name, tensor in tensors:
         if name.endswith(LEFT):
-            # Valid until the next tensor only.
+            # Copied, since it is valid only until the next tensor.
             left = tensor.float().clone()
         elif left is not None:
             matrix = base(matrix_of(name)).float()

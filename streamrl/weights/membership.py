@@ -1,15 +1,16 @@
 """Who receives weights: alive, outdated, fenced, and in which broadcast group.
 
-A broadcast fails for all its members together. Members that do not even answer are fenced: left out
-until they report again, and the others try once more together. If everybody answered, the culprit
-is unknown, so each that it failed for is sent the version alone, until that has succeeded. One that
-fails to load update after update is asked less and less often. One that exceeds the deadline time
-after time is left out for as long as the others have waited for it, then longer, up to LATE_FACTOR
-times that; where there is nobody else it is not.
+A broadcast fails for all its members together. Members that do not even answer are fenced, that is,
+left out until they report again, and the others try once more together. If everybody answered, the
+culprit is unknown, so each failed member is sent the version alone until that succeeds. A receiver
+that fails to load update after update is asked less and less often. One that keeps exceeding the
+deadline is left out for as long as the others have waited for it, then longer, up to LATE_FACTOR
+times that; the only receiver is never left out.
 
 Invariant: nobody is waited for twice without having reported in between. A receiver is bound to one
-connection, and a connection to one receiver: another one gets the name only with the session's
-secret, or when the name has been silent. Runs in one event loop; the deadlines are the sender's.
+connection, and a connection to one receiver: another connection gets the name only with the
+session's secret, or after the name has been silent. Runs in one event loop; the sender keeps the
+deadlines.
 """
 
 import logging
@@ -26,15 +27,15 @@ FREE_MISSES = 8
 """Failed loads before a receiver is asked less often."""
 MAX_WAIT_S = 60.0
 LATE_FACTOR = 8
-"""The others wait for a late receiver in one part of this many and one of their time at most."""
+"""The others spend at most one part in (this + 1) of their time waiting for a late receiver."""
 
 
 class Peer(Struct, frozen=True):
-    """A receiver as the sender knows it: its connection, its last Hello, and how it did since.
+    """A receiver as the sender knows it: its connection, its last Hello, and its record since.
 
-    `asked_s` is when it was sent the last message. `num_late` are the deadlines that it exceeded
-    one after the other, and `took_s` is how long the last version took that it loaded after one, 0
-    if it has not; until `left_out_until_s` the others go on without it.
+    `asked_s` is when it was sent the last message. `num_late` counts deadlines exceeded in a row,
+    and `took_s` is how long the last version took that it loaded too late, 0 if none; until
+    `left_out_until_s` the others go on without it.
     """
 
     address: bytes
@@ -54,11 +55,11 @@ class Peer(Struct, frozen=True):
 
     @property
     def num_failures(self) -> int:
-        """A deadline that it exceeded has cost the others more than a load that it failed at."""
+        """A deadline that it exceeded has cost the others more than a failed load."""
         return self.num_misses + FREE_MISSES * self.num_late
 
     def heard(self, address: bytes, hello: Hello, now_s: float) -> "Peer":
-        """With its next Hello, which may say that it has loaded what it was too late with."""
+        """Update with its next Hello, which may say that it has loaded a version too late."""
         peer = structs.replace(self, address=address, hello=hello, seen_s=now_s)
         had = (self.hello.policy_version, self.hello.learner_id)
         has_other = had != (hello.policy_version, hello.learner_id) != (0, NO_LEARNER)
@@ -68,22 +69,23 @@ class Peer(Struct, frozen=True):
 
     def late(self, now_s: float) -> "Peer":
         """It has exceeded a deadline. Once may be a pause; after that it is left out for as long as
-        it was waited for, and twice as long each time."""
+        it was waited for, twice as long each time."""
         num_late = self.num_late + 1
         factor = 0 if num_late == 1 else min(LATE_FACTOR, 2 ** (num_late - 2))
         until_s = now_s + min(MAX_WAIT_S, factor * (now_s - self.asked_s))
         return structs.replace(self, num_late=num_late, left_out_until_s=until_s)
 
     def missed(self, now_s: float) -> "Peer":
-        """It has failed to load. It waits twice as long after each miss beyond FREE_MISSES."""
+        """It has failed to load. After FREE_MISSES, each miss doubles the time until it is asked
+        again."""
         num_misses = min(self.num_misses + 1, 3 * FREE_MISSES)
         excess = num_misses - FREE_MISSES
         wait_s = min(MAX_WAIT_S, HELLO_S * 2**excess) if excess > 0 else 0.0
         return structs.replace(self, num_misses=num_misses, asked_again_s=now_s + wait_s)
 
     def late_sentence(self, wait_s: float, deadline_s: float) -> str:
-        """Of one that is left out for so much longer; a version is waited for half of
-        `weights.deadline_s`."""
+        """The sentence about a receiver that is left out for this much longer; a version is waited
+        for half of `weights.deadline_s`."""
         sentence = (
             f"{self.name} has exceeded weights.deadline_s ({deadline_s:g} s) for {self.num_late} "
             "updates one after the other"
@@ -99,7 +101,7 @@ class Peer(Struct, frozen=True):
         )
 
     def failing_sentence(self, wait_s: float) -> str:
-        """Of one that is asked again so much later."""
+        """The sentence about a receiver that is asked again after this time."""
         return (
             f"{self.name} has failed to load {self.num_misses} updates one after the other, and is "
             f"asked again in {wait_s:.0f} s; its log says why"
@@ -111,12 +113,12 @@ log = logging.getLogger(__name__)
 ALIVE_S = 3 * HELLO_S
 MAX_RECEIVERS = 4096
 HANDOVER_S = 10.0
-"""A receiver that went silent in a load may still write to its inference server for so long; no
-other receiver on that server is sent a version meanwhile."""
+"""How long a receiver that went silent in a load may still write to its inference server; no other
+receiver on that server is sent a version meanwhile."""
 
 
 class Membership:
-    """The receivers of one learner, whose versions have its `learner_id`."""
+    """The receivers of one learner; its versions carry its `learner_id`."""
 
     def __init__(self, learner_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._learner_id = learner_id
@@ -134,8 +136,8 @@ class Membership:
         return frozenset(self._fenced)
 
     def on_hello(self, address: bytes, hello: Hello) -> bool:
-        """Keep the receiver; a fenced one returns unless it is still loading what it was fenced
-        over. False: it is another process than before.
+        """Record a receiver's Hello; a fenced one returns, unless it is still loading what it was
+        fenced for. False if it is another process than before.
 
         Raises:
             WeightTransferError: the name is that of another process that is alive, the connection
@@ -165,13 +167,13 @@ class Membership:
                 self._names.pop(peer.address, None)
 
     def on_asked(self, names: Iterable[str]) -> None:
-        """These were sent a message, which they are to answer."""
+        """These were sent a message that they must answer."""
         for name in names:
             if peer := self._peers.get(name):
                 self._peers[name] = structs.replace(peer, asked_s=self._clock())
 
     def on_loaded(self, name: str, version: int) -> None:
-        """The receiver has this version, as its next Hello will confirm."""
+        """The receiver has loaded this version; its next Hello will confirm it."""
         if peer := self._peers.get(name):
             validator = peer.hello.validator
             hello = structs.replace(
@@ -181,12 +183,12 @@ class Membership:
                 is_loading=False,
                 validator=validator and structs.replace(validator, is_busy=True),
             )
-            # What its failures have cost it is forgotten.
+            # Its earlier failures are forgiven.
             known = (peer.address, hello, peer.seen_s)
             self._peers[name] = Peer(*known, has_loaded=True, asked_s=peer.asked_s)
 
     def on_failed(self, name: str) -> None:
-        """The receiver has answered, and has not loaded what it was sent."""
+        """The receiver has answered that it did not load what it was sent."""
         if peer := self._peers.get(name):
             self._peers[name] = peer.missed(self._clock())
 
@@ -199,13 +201,13 @@ class Membership:
         return [peer for peer in self._peers.values() if self._is_alive(peer)]
 
     def lacks(self, hello: Hello, version: int) -> bool:
-        """Version 0 is the model folder's with every learner; others are the same weights only with
-        the same learner."""
+        """Whether the peer lacks the version. Version 0 is the model folder's for every learner;
+        others are the same weights only if the learner is the same."""
         same = {self._learner_id, ""} if version == 0 else {self._learner_id}
         return hello.policy_version != version or hello.learner_id not in same
 
     def outdated(self, version: int) -> list[Peer]:
-        """Those alive that lack this version and may be asked."""
+        """The living receivers that lack this version and may be asked."""
         now_s, alive = self._clock(), self.alive()
         left_out = self._left_out(alive)
         return [
@@ -220,9 +222,9 @@ class Membership:
     def by_server(
         self, outdated: Sequence[Peer], version: int, asked: set[str]
     ) -> tuple[list[Peer], list[Peer]]:
-        """Whom of the outdated to send the version, and whom to tell that its inference server has
-        it. Of the receivers on one server one is sent it, and nobody while one of them is `asked`
-        or may still be loading."""
+        """Which outdated receivers to send the version, and which to tell that their inference
+        server has it. Of the receivers on one server one is sent the version, and none while one of
+        them is `asked` or may still be loading."""
         holders = [peer for peer in self.alive() if self.version_of(peer) == version]
         held = {peer.hello.server for peer in holders} - {""}
         now_s = self._clock()
@@ -239,11 +241,12 @@ class Membership:
         return [*alone, *sent], [peer for peer in sharing if peer.hello.server in held]
 
     def version_of(self, peer: Peer) -> int:
-        """The version of this learner that the peer has; -1 for none."""
+        """The version of this learner that the peer has; -1 if none."""
         return peer.hello.policy_version if peer.hello.learner_id == self._learner_id else -1
 
     def fence(self, silent: Iterable[Peer]) -> None:
-        """Leave these out until they report again; not a process that has replaced one of them."""
+        """Leave these out until they report again, unless another process has taken the name
+        since."""
         for peer in silent:
             known = self._peers.get(peer.name)
             if known is not None and known.hello.session == peer.hello.session:
@@ -253,8 +256,8 @@ class Membership:
                 self.num_fenced += 1
 
     def late(self) -> list[tuple[Peer, float]]:
-        """The receivers that have exceeded several deadlines one after the other, and for how many
-        seconds more each is left out."""
+        """The receivers that exceeded several deadlines in a row, and for how many more seconds
+        each is left out."""
         now_s = self._clock()
         known = (*self._peers.values(), *self._fenced.values())
         late = [peer for peer in known if peer.num_late > 1 and self._is_alive(peer)]
@@ -265,14 +268,13 @@ class Membership:
         ]
 
     def failing(self) -> list[tuple[Peer, float]]:
-        """Those that have failed to load time after time, and in how many seconds each is asked
-        again."""
+        """The receivers that keep failing to load, and in how many seconds each is asked again."""
         now_s = self._clock()
         failing = [peer for peer in self.alive() if peer.asked_again_s > now_s]
         return [(peer, peer.asked_again_s - now_s) for peer in failing]
 
     def groups(self, peers: Iterable[Peer]) -> list[list[Peer]]:
-        """The peers by broadcast group: those without failures together, then each other alone."""
+        """The peers by broadcast group: those without failures together, each other one alone."""
         peers = sorted(peers, key=lambda peer: peer.name)
         together = [peer for peer in peers if peer.name not in self._alone]
         alone = [[peer] for peer in peers if peer.name in self._alone]
@@ -295,8 +297,8 @@ class Membership:
         return self._clock() - peer.seen_s <= ALIVE_S
 
     def _wants(self, hello: Hello, version: int) -> bool:
-        """Whether a validator is to be sent the version: what it has of another learner says
-        nothing about the versions of this one. True for a generator."""
+        """Whether a validator should be sent the version now (always true for a generator). What it
+        has from another learner says nothing about this learner's versions."""
         status = hello.validator
         if status is None:
             return True
@@ -308,7 +310,7 @@ class Membership:
         return version >= status.next_version and not status.is_resting
 
     def _left_out(self, peers: Iterable[Peer]) -> set[str]:
-        """Those of them without which others, for whose sake they are, go on at present."""
+        """The late receivers among these that the others currently go on without."""
         now_s = self._clock()
         go_on = any(
             other.hello.validator is None and other.left_out_until_s <= now_s

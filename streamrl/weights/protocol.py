@@ -11,15 +11,15 @@ One update takes two messages per receiver, or four where it is broadcast:
 A broadcast needs all its receivers at once, so the sender announces it, and only those that answer
 Ready in time take part. Files and shared memory are read by each receiver in its own time.
 
-A joiner, a receiver that missed an update and one that outlived its learner are the same case: they
-have another version, so the next update is for them. A receiver that exceeds a deadline is fenced:
-left out until its next Hello that finds it idle.
+A receiver that joins, that missed an update, or that outlived its learner is the same case: it has
+another version, so the next update is for it. A receiver that exceeds a deadline is fenced: left
+out until a Hello says that it is idle.
 
 Receivers on one inference server say so in their Hellos. One of them is sent the version; once it
 has loaded it, the others get a Transfer without tensors (`HeldEndpoint`).
 
 A validator (`actors.validation`) is a receiver that keeps a version for a while: its Hellos say
-which version it is to be sent next, and what it has found.
+which version it wants next, and what it has found.
 
 A receiver is bound to the connection of its Hello: answers in its name from another one are refused
 (`streamrl.weights.membership`).
