@@ -55,9 +55,9 @@ def matrix_of(name: str) -> str:
 def merged(
     tensors: Tensors, base: Callable[[str], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The matrices with their factors, each float32 at least; what is no factor is passed on.
+    """Merge factors into their matrices, in float32; other tensors are passed on.
 
-    A left factor is followed by its right one.
+    Each left factor must be followed by its right one.
     """
     left: torch.Tensor | None = None
     for name, tensor in tensors:

@@ -1,7 +1,7 @@
-"""A generator's end: it loads every version that the learner sends, or that a store has.
+"""A generator's end: loads every version that the learner sends, or that a store has.
 
-Waits for the learner without a limit, since there may be none; for the engine, which loads a
-version, LOAD_S at most.
+Waits for the learner without limit, since there may be none; waits at most LOAD_S for the engine to
+load a version.
 """
 
 import asyncio
@@ -45,30 +45,30 @@ log = logging.getLogger(__name__)
 LOAD_S = 600.0
 LOG_S = 10.0
 POLL_S = 1.0
-"""Between two looks at a store."""
+"""Between two looks at the store."""
 MAX_POLL_S = 30.0
-"""The same after several that have failed."""
+"""The same after several failed looks."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class Holding(Enum):
-    """What has become of the version that was loaded last."""
+    """What became of the version that was loaded last."""
 
     KEPT = "kept"
     LOST = "lost"
     GONE = "gone"
-    """With the process that had it; there is nothing to load into."""
+    """Gone with the process that had it; there is nothing to load into."""
 
 
 OnUpdate: TypeAlias = Callable[[WeightUpdate], Awaitable[LoadReport]]
 
 
 class WeightReceiver:
-    """Runs in the generator's event loop. `on_update` receives and loads a version off the loop's
-    thread, in the processes at `locality`, which have `num_ranks` ranks. Without `has_weights` it
-    is sent version 0, too. `server` is the inference server that receives, if other receivers may
-    load for it, and `holding` says what has become of what was loaded. `validator` is None for a
-    generator. `curve` is the folder of the keys."""
+    """The receiver of sent versions; runs in the generator's event loop. `on_update` receives and
+    loads a version off the loop's thread, in the processes at `locality`, which have `num_ranks`
+    ranks. Without `has_weights` it is sent version 0, too. `server` is the inference server that
+    receives, if other receivers may load for it, too; `holding` says what became of the loaded
+    version. `validator` is None for a generator. `curve` is the folder of the keys."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class WeightReceiver:
         self._socket.connect(address)
 
     def set_validator(self, status: ValidatorStatus) -> None:
-        """What the next Hello says of this validator."""
+        """Set what the next Hello says about this validator."""
         self._hello = structs.replace(self._hello, validator=status)
 
     def say_hello(self) -> None:
@@ -109,7 +109,7 @@ class WeightReceiver:
         self._is_due.set()
 
     async def run(self) -> None:
-        """Until cancelled: send Hellos, and load what the learner sends."""
+        """Send Hellos, and load what the learner sends, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send_hellos())
@@ -119,8 +119,8 @@ class WeightReceiver:
             self._socket.close()
 
     async def _send_hellos(self) -> None:
-        """Waits for a connection, then HELLO_S between two, or for `say_hello`; a load, which runs
-        in another thread, does not block it."""
+        """Send a Hello every HELLO_S, and at `say_hello`. Waits for a connection first; a load,
+        which runs in another thread, does not block it."""
         while True:
             self._is_due.clear()
             await self._socket.poll(None, zmq.POLLOUT)  # type: ignore[call-arg]
@@ -130,7 +130,7 @@ class WeightReceiver:
                     await self._is_due.wait()
 
     async def _greet(self) -> None:
-        """A Hello, unless what it receives for is gone; the sender forgets it meanwhile."""
+        """Send a Hello, unless what it receives for is gone; the sender then forgets it."""
         holding = self._holding()
         if holding is Holding.LOST:
             self._hello = structs.replace(self._hello, policy_version=0, learner_id=NO_LEARNER)
@@ -138,7 +138,7 @@ class WeightReceiver:
             await self._send(self._hello)
 
     async def _receive_messages(self) -> None:
-        """Waits for a message of the learner, without a limit."""
+        """Handle the learner's messages. Waits for them without limit."""
         while True:
             frame, *more = await self._socket.recv_multipart()
             try:
@@ -173,24 +173,25 @@ class WeightReceiver:
                 is_loading=False,
             )
             await self._send(Loaded(name, attempt, report))
-            # A sender that waits for the answer no longer learns by it what is here.
+            # A sender that no longer waits for the answer learns from this Hello what is here.
             self.say_hello()
 
     def _log_unreadable(self, error: WireError) -> None:
-        """At most once in LOG_S: there may be a flood."""
+        """Log an unreadable message, at most one every LOG_S: there may be a flood."""
         if time.monotonic() - self._logged_s >= LOG_S:
             self._logged_s = time.monotonic()
             log.warning("unreadable message from the learner: %s", error)
 
     async def _send(self, message: FromReceiver) -> None:
-        """Without a learner the message is dropped; the next Hello makes up for it."""
+        """Send a message. Without a learner it is dropped; the next Hello makes up for it."""
         with contextlib.suppress(zmq.Again):
             await self._socket.send(wire.encode(message), zmq.NOBLOCK)
 
 
 class StoreReceiver:
-    """Runs in the generator's event loop, as `WeightReceiver` does, and loads what the `store` has.
-    The learner knows nothing of it. `folder` is for what is read, under `receiver_id`."""
+    """The receiver of stored versions; runs in the generator's event loop, like `WeightReceiver`,
+    and loads what the `store` has. The learner does not know about it. `folder` is for downloads,
+    under `receiver_id`."""
 
     def __init__(
         self, store: ObjectStore, folder: Path, receiver_id: str, on_update: OnUpdate
@@ -201,8 +202,8 @@ class StoreReceiver:
         self._known: tuple[str, int] | None = None
 
     async def run(self) -> None:
-        """Until cancelled: look whether there is a newer version, and load it. A store that cannot
-        be reached leaves the weights that are there."""
+        """Look for newer versions and load them, until cancelled. While the store cannot be
+        reached, the current weights stay."""
         wait_s = POLL_S
         while True:
             try:
@@ -226,8 +227,8 @@ class StoreReceiver:
 
 
 async def _load_in_time(on_update: OnUpdate, update: WeightUpdate) -> LoadReport:
-    """Waits for the engine, LOAD_S at most; with one that hangs, or gives up without a word, the
-    process must end, or it would sample with old weights for good."""
+    """Waits at most LOAD_S for the engine. If it hangs, or gives up silently, the process must end,
+    or it would sample with old weights forever."""
     try:
         async with asyncio.timeout(LOAD_S) as deadline:
             return await on_update(update)

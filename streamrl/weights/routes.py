@@ -1,4 +1,4 @@
-"""Which route a version takes to each receiver.
+"""Chooses the route by which a version reaches each receiver.
 
     weights.transport files     files for everybody
     weights.catch_up files      a file for a receiver that joins late, so that nobody waits for it
@@ -11,7 +11,7 @@
     weights.backend gloo, nccl  broadcasts
     weights.delta               broadcasts are of differences, which are in host memory: gloo
 
-A receiver that failed on a route that was chosen for it gets another one at once.
+A receiver that failed on an automatically chosen route gets another one at once.
 """
 
 import logging
@@ -58,24 +58,25 @@ class Routes:
         return {route: [peer for peer in chosen if chosen[peer] == route] for route in ROUTES}
 
     def on_loaded(self) -> None:
-        """Some receiver has a version of this learner: from now on, one without is late."""
+        """A receiver has loaded a version of this learner: from now on, one without any joins
+        late."""
         self._has_loaded = True
 
     def on_file_answers(self, peers: Iterable[Peer], loaded: set[str]) -> None:
-        """Those of the peers that did not load their file get no other one to catch up."""
+        """Peers that did not load their file do not catch up by files again."""
         names = {peer.name for peer in peers}
         self._cannot_read_files = (self._cannot_read_files | names) - loaded
 
     def on_shared_answers(self, peers: Iterable[Peer], failed: set[str]) -> bool:
-        """Those of the peers that failed get broadcasts, if the route was chosen for them; whether
-        to try at once."""
+        """Failed peers get broadcasts instead, if the route was chosen automatically; whether to
+        try at once."""
         if self._settings.backend != "auto":
             return False
         self._cannot_share |= {peer.hello.session for peer in peers if peer.name in failed}
         return bool(failed)
 
     def backend(self, peers: Iterable[Peer]) -> str:
-        """That of a broadcast to these."""
+        """The backend of a broadcast to these peers."""
         if self._settings.backend != "auto":
             return self._settings.backend
         if self._settings.delta:
@@ -83,7 +84,8 @@ class Routes:
         return backend_among([self._locality, *(peer.hello.locality for peer in peers)])
 
     def verifies(self, peers: Iterable[Peer], backend: str) -> bool:
-        """Whether a broadcast to these carries checksums; one by gloo does that leaves the host."""
+        """Whether a broadcast to these peers carries checksums: if it uses gloo and leaves the
+        host."""
         host = self._locality.host
         stays_here = host != "" and all(peer.hello.locality.host == host for peer in peers)
         return self._settings.verify or (backend == "gloo" and not stays_here)

@@ -1,15 +1,16 @@
-"""The learner's end of the weight protocol: who gets a version by which route, and who has it.
+"""The learner's end of the weight protocol: sends each version to those that lack it, by their
+routes.
 
-An update is for every live receiver that lacks the newest version. It waits for those that answer
-in time; a receiver that misses it is in the next one. One that dies or freezes is fenced
+An update goes to every live receiver that lacks the newest version. It waits for those that answer
+in time; a receiver that misses it is part of the next one. One that dies or freezes is fenced
 (`streamrl.weights.membership`), and a broadcast that it broke is tried once more without it. A
-receiver that reads a file answers while later updates go on without it.
+receiver that reads a file may answer during later updates, which go on without it.
 
-Invariant: the learner waits for nobody: it copies a version into a send buffer and goes on. One
-update at a time, which waits for one answer at a time from each receiver. Every wait has a
-deadline, a part of `weights.deadline_s`: for a broadcast 1/4 until all are ready, 1/4 if it hangs,
-3/8 to find out who is alive after that; for a read of shared memory 1/2; for one of a file all of
-it, outside the update.
+Invariant: the learner waits for nobody: it copies a version into a send buffer and goes on. There
+is one update at a time, with one outstanding answer per receiver. Every wait has a deadline, as
+part of `weights.deadline_s`: in a broadcast 1/4 until all are ready, 1/4 if it hangs, and 3/8 to
+find out who is still alive; 1/2 for a read of shared memory; all of it for a file, outside the
+update.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Names of the receivers that loaded a version, failed to, or did not answer in time."""
+    """The names of the receivers that loaded a version, failed to, or did not answer in time."""
 
     loaded: set[str]
     failed: set[str]
@@ -59,12 +60,13 @@ class _Outcome:
 
 
 class WeightSender:
-    """Runs in the learner's event loop; only `snapshot` is called in the training thread.
+    """Sends versions from the learner's event loop; only `snapshot` is called in the training
+    thread.
 
     `folder` is for files, `device` is where the parameters are, and `curve` the folder of the keys.
-    `learner_id` is new for every learner process, whose versions it distinguishes from others of
+    `learner_id` is new for every learner process and distinguishes its versions from others with
     the same number; "" makes one up. `run` is the run's name in `weights.store`, where nothing is
-    written once the run no longer `survives` as this learner's.
+    written once `survives` says that another learner has taken over.
     """
 
     def __init__(
@@ -106,29 +108,29 @@ class WeightSender:
         self._on_report: Callable[[ValidationReport], None] = lambda _: None
 
     def snapshot(self, parameters: Mapping[str, torch.Tensor], policy_version: int) -> None:
-        """Copy the parameters into a send buffer; the caller must not change them meanwhile."""
+        """Copy the parameters into a send buffer; the caller must not change them during the
+        call."""
         start = time.perf_counter()
         self._buffers.write(parameters, policy_version)
         self._snapshot_s = time.perf_counter() - start
 
     def publish(self) -> None:
-        """From now on the newest snapshot is the version that receivers should have."""
+        """Make the newest snapshot the version that receivers should have."""
         self._changed.set()
 
     def send_last(self) -> None:
-        """The newest snapshot is the last version of the run, which validators get in any case."""
+        """The newest snapshot is the run's last version, which validators get in any case."""
         self._membership.is_last_version = True
         self._changed.set()
 
     def handle_reports(self, on_report: Callable[[ValidationReport], None]) -> None:
-        """Call it with each report of a validation of this learner's versions, again with each
-        Hello of the validator."""
+        """Set a callback for reports on this learner's versions; it is called again with each Hello
+        of the validator."""
         self._on_report = on_report
 
     def gauges(self) -> dict[str, float]:
-        """Seconds of the last snapshot and of each hop of the last update, how many receivers are
-        alive, how many times one has been fenced, how many loads have failed, and how many messages
-        were refused."""
+        """Seconds of the last snapshot and of each hop of the last update; numbers of live
+        receivers, fencings, failed loads and refused messages."""
         snapshot = {} if self._snapshot_s is None else {"snapshot_s": self._snapshot_s}
         return {
             **snapshot,
@@ -144,7 +146,7 @@ class WeightSender:
         }
 
     def validators(self) -> dict[str, ValidatorStatus]:
-        """What each validator that is alive does, by its name."""
+        """What each live validator is doing, by its name."""
         alive = {peer.name: peer.hello.validator for peer in self._membership.alive()}
         return {name: status for name, status in alive.items() if status is not None}
 
@@ -156,16 +158,16 @@ class WeightSender:
         return {v: status for v, status in alive.items() if v >= 0 and status and status.is_busy}
 
     def behind(self) -> tuple[str, ...]:
-        """Receivers that have not answered the last message to them, late already or not."""
+        """Receivers that have not answered their last message yet, whether late or not."""
         return tuple(sorted(self._socket.unanswered() | self._membership.fenced))
 
     def stored(self) -> str:
-        """A sentence about what `weights.store` has; "" without one."""
+        """A sentence about what `weights.store` has; "" without a store."""
         return "" if self._store is None else self._store.sentence()
 
     def left_out(self) -> tuple[str, ...]:
-        """A sentence for each receiver that updates do not reach, or not in time: why, for how long
-        others go on without it, and what helps; and one for a file that cannot be written."""
+        """A sentence for each receiver that updates do not reach in time: why, for how long others
+        go on without it, and what helps; also one if a file cannot be written."""
         deadline_s = self._settings.deadline_s
         late, failing = self._membership.late(), self._membership.failing()
         return (
@@ -175,7 +177,7 @@ class WeightSender:
         )
 
     async def run(self) -> None:
-        """Until cancelled: handle the receivers' messages, and send them the published version."""
+        """Handle the receivers' messages and send them the published version, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._socket.receive())
             tasks.create_task(self._send_versions(tasks))
@@ -186,7 +188,8 @@ class WeightSender:
         self._socket.close()
 
     async def _send_versions(self, tasks: asyncio.TaskGroup) -> None:
-        """Waits for a published version, a Hello, or what else may call for an update."""
+        """Send updates. Waits for a published version, a Hello, or anything else that may call for
+        one."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -196,7 +199,8 @@ class WeightSender:
                     await self._begin_to_store(held, tasks)
 
     async def _update(self, held: Written, tasks: asyncio.TaskGroup) -> None:
-        """Send the version to everybody who lacks it; waits for all but those that read files."""
+        """Send the version to everybody who lacks it. Waits for all except those that read
+        files."""
         self._version = held.policy_version
         asked = self._socket.asked()
         outdated = self._membership.outdated(held.policy_version)
@@ -215,22 +219,23 @@ class WeightSender:
 
     def _on_hello(self, hello: Hello) -> None:
         report = None if hello.validator is None else hello.validator.report
-        # Version 0, of no learner, is the model folder's.
+        # Version 0 belongs to no learner: it is the model folder's.
         if report is not None and report.learner_id in (self._learner_id, ""):
             self._on_report(report)
-        # Each update looks at all receivers, of which a thousand say Hello in a second.
+        # Each update looks at all receivers, and a thousand of them may say Hello in a second.
         if self._membership.lacks(hello, self._version):
             self._changed.set()
 
     async def _inform(self, peers: Sequence[Peer], version: int) -> None:
-        """Tell those whose inference server has the version from another one. Waits for the
-        answers, or for the deadline."""
+        """Tell receivers whose inference server already got the version through another one. Waits
+        for the answers, or for the deadline."""
         if peers:
             attempt = await self._transfer(dict.fromkeys(peers, HeldEndpoint()), version)
             await self._conclude(peers, attempt, version, self._settings.deadline_s / 4)
 
     async def _share(self, peers: Sequence[Peer], held: Written) -> None:
-        """All read at once, each at its own pace; waits for the slowest, or for the deadline."""
+        """Have these read shared memory, all at once, each at its own pace. Waits for the slowest,
+        or for the deadline."""
         if not peers:
             return
         start = time.perf_counter()
@@ -244,7 +249,7 @@ class WeightSender:
             self._changed.set()
 
     async def _send_broadcasts(self, peers: Sequence[Peer], held: Written) -> None:
-        """To those that are ready in time, a group after the other."""
+        """Broadcast to those that are ready in time, one group after the other."""
         if not peers:
             return
         difference, takers = await asyncio.to_thread(
@@ -273,7 +278,7 @@ class WeightSender:
         )
         start, version = time.perf_counter(), held.policy_version
         by_peer = {peer: endpoints[peer.hello.session] for peer in peers}
-        # Before the receivers wait for this end.
+        # Start this before the receivers wait for this end.
         await asyncio.to_thread(held.wait)
         attempt = await self._transfer(by_peer, version)
         wait_s = self._settings.deadline_s / 2
@@ -285,11 +290,11 @@ class WeightSender:
             )
         except WeightTransferError as error:
             log.warning("version %d did not reach every receiver: %s", version, error)
-            # A receiver that is not to blame may notice only at the deadline of its own call.
+            # A receiver that is not to blame may notice only at its own call's deadline.
             wait_s *= 3 / 4
         self._note(transfer_s=time.perf_counter() - start)
         outcome = await self._conclude(peers, attempt, version, wait_s)
-        # Beside one that is silent, others have failed for its sake.
+        # If one was silent, the others failed because of it.
         self._sent.on_answers(outcome.loaded, set() if outcome.silent else outcome.failed)
         if self._membership.regroup(outcome.loaded, outcome.failed, outcome.silent):
             self._changed.set()
@@ -297,8 +302,8 @@ class WeightSender:
     async def _send_files(
         self, peers: Sequence[Peer], held: Written, tasks: asyncio.TaskGroup
     ) -> None:
-        """Waits for the file system; a receiver's answer is waited for in a task of its own. Where
-        no file can be written, a later Hello tries again."""
+        """Have these read files. Waits for the file system; a separate task waits for each
+        receiver's answer. If no file can be written, a later Hello tries again."""
         if not peers:
             self._files.on_unneeded(held.policy_version)
             return
@@ -307,7 +312,7 @@ class WeightSender:
         endpoints = await self._files.offer(held.policy_version, held.data, versions)
         self._note(transfer_s=time.perf_counter() - start)
         if not endpoints:
-            # Who gets files only to catch up gets the version by another route.
+            # Receivers that would only catch up by file get the version by another route.
             self._routes.on_file_answers(peers, set())
         for peer in peers:
             if peer.name in endpoints:
@@ -315,23 +320,23 @@ class WeightSender:
                 tasks.create_task(self._conclude_file(peer, attempt, held.policy_version))
 
     async def _conclude_file(self, peer: Peer, attempt: int, version: int) -> None:
-        """Updates leave this receiver out until it has answered."""
+        """Wait for the answer of a receiver that reads a file; updates leave it out until then."""
         outcome = await self._conclude([peer], attempt, version, self._settings.deadline_s)
         await asyncio.to_thread(self._files.on_answers, outcome.loaded, outcome.failed)
         if outcome.loaded:
-            # A version may have been published since.
+            # A newer version may have been published since.
             self._changed.set()
         self._routes.on_file_answers([peer], outcome.loaded)
 
     async def _begin_to_store(self, held: Written, tasks: asyncio.TaskGroup) -> None:
-        """Waits for this machine's disk; the way to the store is a task of its own."""
+        """Begin to store a version. Waits for the local disk; a separate task uploads it."""
         store, version = self._store, held.policy_version
         if store is not None and store.wants(version):
             stored = await asyncio.to_thread(store.begin, version, held.data)
             tasks.create_task(self._finish_to_store(store, stored))
 
     async def _finish_to_store(self, store: StoreSender, stored: StoredVersion | None) -> None:
-        """A version may have been published since, or the store must be tried again."""
+        """A newer version may have been published since, or the store must be tried again."""
         if stored is not None:
             await asyncio.to_thread(store.finish, stored)
         await asyncio.sleep(store.wait_s())
@@ -354,7 +359,8 @@ class WeightSender:
     async def _conclude(
         self, peers: Sequence[Peer], attempt: int, version: int, wait_s: float
     ) -> _Outcome:
-        """Note who loaded the version, and fence who did not answer within `wait_s`."""
+        """Wait for the answers; note who loaded the version, and fence those who did not answer
+        within `wait_s`."""
         answers = await self._socket.answers(attempt, wait_s)
         silent = [peer for peer in peers if peer.name not in answers]
         self._membership.fence(silent)
@@ -367,7 +373,7 @@ class WeightSender:
         for name in reports:
             self._membership.on_loaded(name, version)
         if any(peer.hello.server for peer in peers if peer.name in reports):
-            # Now the others on these servers can be told.
+            # Now the other receivers on these servers can be told.
             self._changed.set()
         if reports:
             self._routes.on_loaded()
@@ -386,7 +392,7 @@ class WeightSender:
         return version_name(self._learner_id, version)
 
     def _key(self, version: int) -> bytes:
-        """Of the version's checksums; it is announced and written nowhere."""
+        """The key of the version's checksums; it is never announced or written to disk."""
         return version_key(self._secret, self._version_name(version))
 
     def _note(self, **timings: float) -> None:

@@ -1,9 +1,9 @@
-"""The messages of the learner's end: announcements and transfers, and the answers to them.
+"""The learner's socket: sends announcements and transfers, and receives the answers.
 
-Invariant: every answer is waited for with a deadline, and one from a process that has ended or was
-replaced is not waited for. No message ends the learner, and all of them cost it READING_SHARE of
-its time at most: what is malformed, or in the name of another connection's receiver, is refused and
-counted, and senders that go on wait in their own queues, of which ZeroMQ reads one after the other.
+Invariant: every wait for an answer has a deadline, and nobody waits for a process that has ended or
+was replaced. No message ends the learner, and all of them together take at most READING_SHARE of
+its time: malformed messages, and those in the name of another connection's receiver, are refused
+and counted; a flood waits in its sender's queue, and ZeroMQ reads the queues in turn.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ LOG_S = 10.0
 READING_SHARE = 0.2
 BATCH = 64
 MAX_MESSAGE_BYTES = 2**16
-"""A larger one ends its connection."""
-# Messages that wait on one connection; in or out, it has few at a time.
+"""A larger message ends its connection."""
+# The most messages queued per connection, in or out; there are few at a time.
 QUEUED = 16
 
 
 class SenderSocket:
-    """Bound to `address`, whose port may be 0; keeps the membership up to date.
+    """A socket bound to `address`, whose port may be 0; keeps the membership up to date.
 
     `on_hello` is called after each Hello; `curve` is the folder of the keys.
     """
@@ -72,13 +72,13 @@ class SenderSocket:
         self._socket.setsockopt(zmq.SNDHWM, QUEUED)
         self._curve.configure(self._socket)
         self._socket.bind(address)
-        # Reads at once what has arrived, without a future for each message.
+        # For reading what has arrived without a future per message.
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     async def ask(self, updates: Mapping[Peer, WeightUpdate | None]) -> int:
-        """Send each peer the Transfer of its update, or an Announce where that is to follow; the
-        attempt, for `answers`."""
+        """Send each peer a Transfer, or an Announce if a broadcast is to follow; returns the
+        attempt's id for `answers`."""
         self._attempt += 1
         attempt, loop = self._attempt, asyncio.get_running_loop()
         self._asked[attempt] = {peer.name: loop.create_future() for peer in updates}
@@ -89,18 +89,18 @@ class SenderSocket:
         return attempt
 
     async def answers(self, attempt: int, wait_s: float) -> dict[str, Answer]:
-        """The answers by name of the receiver. Waits until all have arrived, `wait_s` at most."""
+        """The answers by receiver. Waits until all have arrived, at most `wait_s`."""
         await asyncio.wait(self._asked[attempt].values(), timeout=wait_s)
         asked = self._asked.pop(attempt)
         arrived = {name: a for name, a in asked.items() if a.done() and not a.cancelled()}
         return {name: answer.result() for name, answer in arrived.items()}
 
     def asked(self) -> set[str]:
-        """Receivers that take part in an attempt under way."""
+        """Receivers that take part in a running attempt."""
         return {name for answers in self._asked.values() for name in answers}
 
     def unanswered(self) -> set[str]:
-        """Those of them that have not answered yet."""
+        """Those of the asked receivers that have not answered yet."""
         asked = (pair for answers in self._asked.values() for pair in answers.items())
         return {name for name, answer in asked if not answer.done()}
 
@@ -109,8 +109,8 @@ class SenderSocket:
         return {"num_refused_messages": float(self._num_refused)}
 
     async def receive(self) -> None:
-        """Until cancelled: handle the messages of receivers, which may be silent for good; then
-        pause, for as long as READING_SHARE demands."""
+        """Handle the receivers' messages until cancelled, pausing as long as READING_SHARE
+        demands."""
         while True:
             await self._socket.poll()
             start = time.perf_counter()
@@ -123,7 +123,7 @@ class SenderSocket:
         self._context.term()
 
     def _read_some(self) -> None:
-        """At most BATCH messages; never waits."""
+        """Read at most BATCH messages; never waits."""
         for _ in range(BATCH):
             try:
                 frames = self._reader.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -136,7 +136,7 @@ class SenderSocket:
                 self._refuse(_origin(frames[-1]), str(error))
 
     def _refuse(self, origin: str, reason: str) -> None:
-        """Count a message that was read in vain; log it, if none was logged for LOG_S."""
+        """Count a refused message; log it, if none was logged for LOG_S."""
         self._num_refused += 1
         if time.monotonic() - self._logged_s >= LOG_S:
             self._logged_s = time.monotonic()
@@ -162,19 +162,19 @@ class SenderSocket:
             case Ready(name, attempt) | Loaded(name, attempt) | Failed(name, attempt):
                 if self._is_of(address, name):
                     answer = self._asked.get(attempt, {}).get(name)
-                    # A late one is ignored: the Hello after it says what the receiver has.
+                    # A late answer is ignored: the next Hello says what the receiver has.
                     if answer is not None and not answer.done():
                         answer.set_result(message)
 
     def _is_of(self, address: bytes, name: str) -> bool:
-        """Whether the connection is the receiver's; False if there is no such receiver."""
+        """Whether the connection belongs to the receiver; false if there is no such receiver."""
         bound = self._membership.address_of(name)
         if bound is not None and bound != address:
             raise WeightTransferError(f"{name!r} is bound to another connection")
         return bound is not None
 
     def _expect_no_answer(self, name: str) -> None:
-        """The process that was asked has ended."""
+        """The process that was asked has ended: stop waiting for its answer."""
         for answers in self._asked.values():
             if name in answers:
                 answers[name].cancel()
@@ -188,7 +188,7 @@ def _message(parts: list[zmq.Frame]) -> FromReceiver:
 
 
 def _origin(frame: zmq.Frame) -> str:
-    """Where the message came from, as far as the system says."""
+    """Where the message came from, as far as the system tells."""
     try:
         return str(frame.get("Peer-Address"))
     except zmq.ZMQError:

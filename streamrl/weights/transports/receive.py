@@ -1,7 +1,7 @@
-"""The receiving end of every transport, by the update's endpoint.
+"""The receiving end of every transport; the update's endpoint says which one.
 
-Invariant: every tensor of the manifest was yielded, or it has raised. The caller keeps the old
-weights until the last tensor has arrived.
+Invariant: it yields every tensor of the manifest, or raises. The caller keeps the old weights until
+the last tensor has arrived.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,24 +30,24 @@ Tensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 
 class TransferReceiver:
-    """In the process that has the model; one call at a time, in any thread."""
+    """Receives in the process that has the model; one call at a time, in any thread."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._broadcast = BroadcastReceiver(torch.device(device))
         self._shared = SharedReader()
         self._kept: tuple[str, torch.Tensor] | None = None
-        """Name and bytes of the last version, where the next may be a difference to it."""
+        """Name and bytes of the last version, kept if the next may be a difference to it."""
 
     def tensors(self, update: WeightUpdate, landing: torch.Tensor | None = None) -> Tensors:
         """Every tensor of the manifest by name; each is read-only, and valid until the next one.
 
-        `landing` [num_bytes of the manifest's layout] uint8, zeros at first, lets them be received
-        in place: tensors inside it are valid until it is passed again. What arrives on another
-        device or has to be decoded is in other memory all the same.
+        `landing` [num_bytes of the manifest's layout] uint8, initially zeros, allows receiving in
+        place: tensors inside it stay valid until it is passed again. Tensors that arrive on another
+        device, or must be decoded, are in other memory anyway.
 
         Raises:
-            WeightTransferError: the sender or a peer is gone, or something is not as it was sent,
-                which may be known after the last tensor only.
+            WeightTransferError: the sender or a peer is gone, or data differs from what was sent,
+                which may be known only after the last tensor.
         """
         endpoint, key = update.endpoint, update.key
         if isinstance(endpoint, HeldEndpoint):
@@ -57,7 +57,7 @@ class TransferReceiver:
             case SharedEndpoint():
                 yield from self._shared.tensors(endpoint, layout, landing, key)
             case BroadcastEndpoint():
-                # All of it, before anything is done with it: who cannot use it breaks no broadcast.
+                # Receive all of it before using it, so that failing to use it breaks no broadcast.
                 difference = self._broadcast.difference(endpoint)
                 whole = partial(self._broadcast.tensors, endpoint, layout, key)
                 yield from self._follow(update, endpoint, layout, landing, difference, whole)
@@ -80,8 +80,8 @@ class TransferReceiver:
         difference: Difference | None,
         whole: Callable[[torch.Tensor | None], Tensors],
     ) -> Tensors:
-        """What the difference makes of the version that was kept, or the `whole` version; it is
-        kept, once all of it has arrived, where the next one may be a difference to it."""
+        """The version that the difference makes of the kept one, or the `whole` version. It is kept
+        once complete, if the next one may be a difference to it."""
         kept, self._kept = self._kept, None
         on_host = landing if landing is not None and landing.device.type == "cpu" else None
         if difference is not None:

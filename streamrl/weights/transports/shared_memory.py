@@ -52,7 +52,7 @@ _RETRY_S = 1.0
 
 
 class DescriptorServer:
-    """Gives everybody who connects to `path` the open file `fd`, which it closes in the end.
+    """Hands the open file `fd` to everybody who connects to `path`; closes it at the end.
 
     Raises:
         OSError: there is no folder that this host's processes share.
@@ -77,8 +77,8 @@ class DescriptorServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits for the thread, which `shutdown` unblocks, unless it is the one that collects this
-        as garbage."""
+        """Waits for the thread, which `shutdown` unblocks, unless garbage collection calls this in
+        that thread."""
         self.path.unlink(missing_ok=True)
         self._closing.set()
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -91,9 +91,9 @@ class DescriptorServer:
         os.close(self._fd)
 
     def _give(self) -> None:
-        """Waits for connections, until closed; where none can be accepted, as the process may open
-        no more files, for _RETRY_S. One byte and a descriptor always fit into a new connection's
-        buffer, so no receiver is waited for."""
+        """Serve connections until closed; after a failed accept (too many open files) wait
+        _RETRY_S. One byte and a descriptor always fit into a new connection's buffer, so this never
+        waits for a receiver."""
         while not self._closing.is_set():
             try:
                 connection, _ = self._socket.accept()
@@ -107,7 +107,7 @@ class DescriptorServer:
 
 
 def receive_descriptor(path: str) -> int:
-    """The open file that the server at the path gives; waits _WAIT_S at most.
+    """The open file from the server at this path. Waits at most _WAIT_S.
 
     Raises:
         OSError: nobody is there, it is another user's, or it does not answer.
@@ -135,7 +135,7 @@ def _connect(path: str) -> socket.socket:
 
 
 def _remove_abandoned() -> None:
-    """The names of processes that were killed."""
+    """Remove the names that killed processes have left."""
     for path in SHARED_FOLDER.glob(_NAMES.format("*")):
         with contextlib.suppress(OSError):
             try:
@@ -144,13 +144,13 @@ def _remove_abandoned() -> None:
                 path.unlink()
 
 
-# Linux 5.1; Python 3.13 has a name for it.
+# Since Linux 5.1; Python 3.13 has a name for it.
 _F_SEAL_FUTURE_WRITE = 0x10
 
 
 def make_on_host(num_bytes: int, owner: object) -> tuple[torch.Tensor, HostMemory | None]:
-    """Zeros [num_bytes] uint8, and how others open them while `owner` lives; None where the system
-    has no such memory. The tensor itself lasts as long as it is used."""
+    """Allocate zeros [num_bytes] uint8; the tensor, and how others open it while `owner` lives
+    (None if the system has no such memory). The tensor lasts as long as it is used."""
     try:
         fd = os.memfd_create("streamrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError):
@@ -174,16 +174,16 @@ def export_from_gpu(tensor: torch.Tensor) -> CudaMemory:
     """How others open the whole of `tensor`, flat uint8 on a GPU.
 
     Raises:
-        RuntimeError: from CUDA, where the driver cannot export memory.
+        RuntimeError: from CUDA, if the driver cannot export memory.
     """
     _, *exported = tensor.untyped_storage()._share_cuda_()
-    # All fields but the GPU are torch's, in its order.
+    # All fields except the GPU are torch's, in its order.
     fields = dict(zip(CudaMemory.__struct_fields__[1:], exported, strict=True))
     return CudaMemory(gpu=gpu_uuid(tensor.get_device()), **fields)
 
 
 def open_memory(memory: HostMemory | CudaMemory) -> torch.Tensor:
-    """Its bytes [num_bytes] uint8, read-only.
+    """Open another process's memory; its bytes [num_bytes] uint8, read-only.
 
     Raises:
         WeightTransferError: the memory is gone, on another machine or GPU, or another user's.
@@ -195,7 +195,7 @@ def require_present(memory: HostMemory) -> None:
     """Check that the process that made the memory still lives.
 
     Raises:
-        WeightTransferError: it does not, or it is on another machine or another user's.
+        WeightTransferError: it has ended, or is on another machine or another user's.
     """
     try:
         _connect(memory.socket).close()
@@ -204,7 +204,7 @@ def require_present(memory: HostMemory) -> None:
 
 
 def _seal(fd: int) -> None:
-    """No more writes but through the mapping that is there; size and seals stay as they are."""
+    """Allow writes only through the existing mapping, and fix size and seals."""
     kept = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, kept | _F_SEAL_FUTURE_WRITE)
@@ -270,8 +270,8 @@ class SharedReader:
         landing: torch.Tensor | None,
         key: bytes,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor by name: in `landing`, if given, else read-only in the sender's memory.
-        `key` is that of the checksums.
+        """Every tensor by name: in `landing` if given, otherwise read-only in the sender's memory.
+        `key` is the checksums' key.
 
         Raises:
             WeightTransferError: the memory cannot be opened, or was overwritten during the read.
@@ -291,7 +291,7 @@ class SharedReader:
                     received += checksums(bucket.raws(raw), key)
                 yield from bucket.views(raw)
             if data.is_cuda:
-                # Copies out of it, the caller's too, may be under way until here.
+                # Copies out of it, including the caller's, may have been running until here.
                 torch.cuda.current_stream(data.device).synchronize()
             _require_same(stamp, endpoint)
             require_present(endpoint.stamps)
@@ -305,7 +305,7 @@ class SharedReader:
         self._mapped = {}
 
     def _map(self, *wanted: HostMemory | CudaMemory) -> list[torch.Tensor]:
-        """Unmap what is not wanted any more, and open what is not mapped yet."""
+        """Unmap memory that is no longer wanted, and open what is not mapped yet."""
         self._mapped = {one: held for one, held in self._mapped.items() if one in wanted}
         missing = dict.fromkeys(one for one in wanted if one not in self._mapped)
         self._mapped = {**self._mapped, **{one: open_memory(one) for one in missing}}
@@ -355,8 +355,8 @@ class Written:
 class SendBuffers:
     """Two copies of the parameters: while a transfer reads one, the learner writes the other.
 
-    One would not do. A transfer may last longer than a step: either the learner would wait for it,
-    or a slow receiver would never get a version that is whole.
+    One copy is not enough: a transfer may last longer than a step, so either the learner would wait
+    for it, or a slow receiver would never get a complete version.
 
     Invariant: the learner never waits for a reader, and a reader gets the newest complete version.
     `write` runs in the learner's thread, the rest in the sender's event loop and its threads.
@@ -374,7 +374,7 @@ class SendBuffers:
         if not is_host:
             self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.exported = None if stamps is None else _exported(stamps, self._memory)
-        """The memory of the stamps and of the buffers, for others to open; None if they cannot."""
+        """How others open the memory of the stamps and buffers; None if they cannot."""
         self._lock = threading.Lock()
         self._reading: Written | None = None
         self._newest: Written | None = None
@@ -398,7 +398,7 @@ class SendBuffers:
 
     @contextmanager
     def reading(self) -> Iterator[Written | None]:
-        """The newest version, which no write changes meanwhile; None if there is none."""
+        """The newest version, which no write changes during the block; None if there is none."""
         with self._lock:
             self._reading = self._newest
             held = self._reading
@@ -409,8 +409,8 @@ class SendBuffers:
                 self._reading = None
 
     def endpoint(self, held: Written, key: bytes | None) -> SharedEndpoint:
-        """Where receivers read the version that is held, with checksums of this key, if any. Waits
-        until a GPU has written it."""
+        """Where receivers read the held version, with checksums by this key, if any. Waits until a
+        GPU has written it."""
         assert self.exported is not None, "a route that needs shared memory was refused before"
         stamps, memory = self.exported
         held.wait()
