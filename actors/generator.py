@@ -25,16 +25,10 @@ from actors.engines.targets import WeightTarget, receiver_of, weight_targets
 from actors.episode_record import Rollout
 from actors.episodes.group import GroupProgress, GroupRunner, TruncatedGroupError
 from actors.failures import FailureLimit, FailureRecord
-from actors.leased_group import (
-    LeasedGroup,
-    StarvedLeases,
-    VersionGate,
-    due_of,
-    next_groups,
-    num_free_groups,
-)
+from actors.leased_group import LeasedGroup, due_of, next_groups, num_free_groups
 from actors.rendering.renderer import PromptTooLongError
 from actors.status_report import Occupancy, StatusReport
+from actors.version_gate import StarvedLeases, VersionGate
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.errors import (

@@ -27,43 +27,6 @@ from streamrl.types import SamplingParams, TrajectoryGroup
 from streamrl.user_code import attributed_to, is_user_code, load_user_code
 
 
-@asynccontextmanager
-async def open_group(
-    entry: EnvironmentEntry, context: EnvironmentContext, *, deadline_s: float
-) -> AsyncIterator[object]:
-    """Open what a group's siblings share as `context.shared`, if the environment has a class method
-    `open_group`, which takes the context and returns an asynchronous context manager. Waits until
-    it is open, at most `generator.group_deadline_s`.
-
-    Raises:
-        RolloutError: it cannot be opened or closed.
-    """
-    name = entry.environment
-    own = load_user_code(entry.setting, name) if is_user_code(name) else None
-    opened = getattr(own, "open_group", None)
-    if opened is None:
-        yield None
-        return
-    attributed = partial(attributed_to, f"environment {name}: open_group", RolloutError)
-    try:
-        async with deadline(deadline_s):
-            with attributed():
-                manager = opened(context)
-                shared = await manager.__aenter__()
-    except DeadlineError as error:
-        raise RolloutError(
-            f"environment {name}: open_group has not opened within generator.group_deadline_s, "
-            f"which is {deadline_s:g} s"
-        ) from error
-
-    async def close() -> None:
-        with attributed():
-            await manager.__aexit__(None, None, None)
-
-    async with closed_after(close):
-        yield shared
-
-
 log = logging.getLogger(__name__)
 
 
@@ -217,3 +180,40 @@ def sampling_params(config: RunConfig) -> SamplingParams:
         num_top_logprobs=config.num_top_logprobs,
         keep_routed_experts=config.algorithm.records_experts,
     )
+
+
+@asynccontextmanager
+async def open_group(
+    entry: EnvironmentEntry, context: EnvironmentContext, *, deadline_s: float
+) -> AsyncIterator[object]:
+    """Open what a group's siblings share as `context.shared`, if the environment has a class method
+    `open_group`, which takes the context and returns an asynchronous context manager. Waits until
+    it is open, at most `generator.group_deadline_s`.
+
+    Raises:
+        RolloutError: it cannot be opened or closed.
+    """
+    name = entry.environment
+    own = load_user_code(entry.setting, name) if is_user_code(name) else None
+    opened = getattr(own, "open_group", None)
+    if opened is None:
+        yield None
+        return
+    attributed = partial(attributed_to, f"environment {name}: open_group", RolloutError)
+    try:
+        async with deadline(deadline_s):
+            with attributed():
+                manager = opened(context)
+                shared = await manager.__aenter__()
+    except DeadlineError as error:
+        raise RolloutError(
+            f"environment {name}: open_group has not opened within generator.group_deadline_s, "
+            f"which is {deadline_s:g} s"
+        ) from error
+
+    async def close() -> None:
+        with attributed():
+            await manager.__aexit__(None, None, None)
+
+    async with closed_after(close):
+        yield shared

@@ -21,7 +21,7 @@ import torch
 from transformers import AttentionInterface
 
 from learners.policy import attention
-from learners.policy.decoding import carries_state
+from learners.policy.decoder import carries_state
 from learners.policy.network import Network
 from learners.policy.sharding import layers
 from streamrl.config import RunConfig

@@ -23,7 +23,7 @@ from learners.batch.micro_batch import MicroBatch, SharedPrompts, rows
 from learners.batch.training_batch import TrainingBatch
 from learners.parallel.ranks import Ranks
 from learners.policy import attention
-from learners.policy.decoding import decode, is_attention_only, may_share_prompts, own_attention
+from learners.policy.decoder import decode, is_attention_only, may_share_prompts, own_attention
 from learners.policy.router_replay import RouterRecords
 from learners.policy.sequence_parallel import TokenSlice
 from streamrl.algorithms.candidates import (

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from learners.batch.micro_batch import MicroBatch, Packing, SharedPrompts
-from learners.policy.decoding import can_be_packed
+from learners.policy.decoder import can_be_packed
 from learners.policy.network import Network
 from streamrl.algorithms.sequences import Sequences
 from streamrl.errors import ConfigError, StreamRLError

@@ -46,7 +46,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from learners.parallel.mesh import Mesh
-from learners.policy.decoding import decoder_of
+from learners.policy.decoder import decoder_of
 from learners.policy.hugging_face import kept_in_float32, without_adapter_layer
 from learners.policy.network import Network
 from streamrl.config.learner import OffloadSettings

@@ -20,6 +20,6 @@ One update, with shared memory and the HF engine:
 
 A broadcast is announced before 7, and has `BroadcastSender` after it, `BroadcastReceiver` in 12; a
 file has `FileSender` before 7 and `files` in 12. vLLM and SGLang receive into host memory in 11 and
-load it in the pause of 14 (`ServerWeights.apply`, `ServerUpdates.load_in_pause`). `protocol`
+load it in the pause of 14 (`ServedEngine._apply`, `ServerUpdates.load_in_pause`). `protocol`
 defines the messages; `layout` cuts the parameters into the same bytes at both ends.
 """

@@ -11,14 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors import leased_group
+from actors import version_gate
 from actors.engines.targets import WeightTarget
 from actors.environments import SingleTurn
 from actors.episodes.group import GroupProgress, GroupRunner
 from actors.failures import FailureRecord
 from actors.generator import Generator
-from actors.leased_group import LeasedGroup, StarvedLeases, VersionGate
+from actors.leased_group import LeasedGroup
 from actors.status_report import Occupancy, StatusReport, TokenRate
+from actors.version_gate import StarvedLeases, VersionGate
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import BufferState
 from buffers.memory import MemoryBuffer
@@ -682,7 +683,7 @@ def test_the_same_version_of_another_learner_is_another_one():
 
 async def test_leases_whose_weights_do_not_come_are_given_back_and_others_take_them(monkeypatch):
     """Nothing sampled is lost: those that have begun are put, and no prompt is trained twice."""
-    monkeypatch.setattr(leased_group, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(version_gate, "SHORTEST_S", 0.0)
     run = Run()
     term = await run.learner.attach(0, None)
     async with run.generating() as cut_off:
@@ -705,7 +706,7 @@ async def test_leases_whose_weights_do_not_come_are_given_back_and_others_take_t
 
 def test_leases_wait_for_a_version_as_long_as_loads_take(monkeypatch):
     clock = 100.0
-    monkeypatch.setattr(leased_group.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(version_gate.time, "monotonic", lambda: clock)
     gate = VersionGate(publish_every=2, max_staleness=2)
     for learner_version in (1, 3):
         gate.on_learner_version(learner_version, "")
@@ -730,8 +731,8 @@ def test_leases_wait_for_a_version_as_long_as_loads_take(monkeypatch):
         return [group.lease.prompt_index for group in groups if group.is_given_back]
 
     assert given_back(1) == []
-    assert starved.patience_s == leased_group.SHORTEST_S
-    clock += leased_group.SHORTEST_S - 0.1
+    assert starved.patience_s == version_gate.SHORTEST_S
+    clock += version_gate.SHORTEST_S - 0.1
     assert given_back(1) == []
     assert gate.is_open(1, "")
     clock += 0.1

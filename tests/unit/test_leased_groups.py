@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from actors.engines.targets import WeightTarget
-from actors.leased_group import VersionGate, num_free_groups
+from actors.leased_group import num_free_groups
+from actors.version_gate import VersionGate
 from buffers.memory import MemoryBuffer
 from streamrl.config.generator import GeneratorSettings
 from streamrl.types import MAX_NAMES, replace

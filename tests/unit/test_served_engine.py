@@ -16,8 +16,8 @@ import pytest
 from msgspec import structs
 
 from actors.engines import requests
+from actors.engines.completions import completion
 from actors.engines.model import ModelFacts
-from actors.engines.reported import completion
 from actors.engines.served import http as http_module
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import (

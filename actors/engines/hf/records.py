@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from actors.engines.completions import keeps_mask
 from actors.engines.hf.cache import Compaction
 from actors.engines.hf.sampling import Sampled
-from actors.engines.reported import keeps_mask
 from streamrl.algorithms.routing import choosing, layer_of, routers
 from streamrl.types import (
     Completion,

@@ -28,8 +28,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
+from actors.engines.completions import most_asked
 from actors.engines.model import ModelFacts
-from actors.engines.reported import most_asked
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import Http, RefusedError
 from actors.engines.served.process import ServerProcess

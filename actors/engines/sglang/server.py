@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.engines.model import ModelFacts, require_all_sent
-from actors.engines.reported import (
+from actors.engines.completions import (
     candidates,
     completion,
     from_int32,
@@ -33,6 +32,7 @@ from actors.engines.reported import (
     recorded,
     top_of,
 )
+from actors.engines.model import ModelFacts, require_all_sent
 from actors.engines.served.http import Names, RefusedError
 from actors.engines.served.open import open_served, open_urls, require_length
 from actors.engines.served.process import ServerProcess, has_gpu

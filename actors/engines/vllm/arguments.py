@@ -14,8 +14,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from actors.engines.completions import most_asked
 from actors.engines.model import ModelFacts
-from actors.engines.reported import most_asked
 from actors.engines.vllm.cpu import require_servable
 from actors.engines.vllm.messages import VllmSampling
 from actors.engines.vllm.plugin import BACKEND, register

@@ -43,8 +43,8 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from actors.engines import require_torchvision
+from actors.engines.completions import candidates, completion, recorded, sets_of
 from actors.engines.model import ModelFacts, fitted, require_all_sent
-from actors.engines.reported import candidates, completion, recorded, sets_of
 from actors.engines.requests import (
     InFlightRequests,
     aborted_on,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from msgspec import Meta, Struct
 
-from actors.engines.reported import num_asked
+from actors.engines.completions import num_asked
 from actors.engines.served.server import TokenId, VersionSpan
 from streamrl.types import SamplingParams
 

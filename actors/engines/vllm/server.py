@@ -10,8 +10,7 @@ Invariant: a server that was not started as `serve_command` says is refused, wit
 import shlex
 from functools import cached_property, partial
 
-from actors.engines.model import ModelFacts
-from actors.engines.reported import (
+from actors.engines.completions import (
     candidates,
     completion,
     from_npy,
@@ -20,6 +19,7 @@ from actors.engines.reported import (
     recorded,
     sets_of,
 )
+from actors.engines.model import ModelFacts
 from actors.engines.served.http import Names, RefusedError, retry_lost
 from actors.engines.served.open import open_urls, require_length
 from actors.engines.served.process import has_gpu

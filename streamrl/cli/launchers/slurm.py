@@ -38,7 +38,7 @@ from rich.console import Console
 from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.display.view import ProgressView
 from streamrl.cli.launchers import JOB_VARIABLE
-from streamrl.cli.processes.daemons import PlannedChild, make_children, supervise
+from streamrl.cli.processes.daemons import RemoteChild, make_children, supervise
 from streamrl.cli.processes.run_commands import (
     evaluate_final,
     launching,
@@ -170,7 +170,7 @@ _GONE = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
 
 
 @dataclass(kw_only=True)
-class StepChild(PlannedChild):
+class StepChild(RemoteChild):
     """A node that has failed ends the child, and not the run, if it `may_be_lost`."""
 
     node: str

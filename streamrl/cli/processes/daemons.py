@@ -1,4 +1,4 @@
-"""All daemons of a run: which, how they are watched, in which order they stop.
+"""The daemons of a run: starts and watches them, and stops them in order.
 
 Invariant: the daemons are those of the plan, each a command that a person could type; the launcher
 starts them and reads the run folder, and takes no other part.
@@ -23,10 +23,12 @@ from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 GRACE_PERIOD_S = 15.0
-"""For processes that end by themselves once the learner has."""
-# Before `stop_within_s` is over: the others are killed, the buffer is, and time is left to report.
+"""Time for processes to end by themselves after the learner has."""
+# Seconds before the end of `stop_within_s` at which the others, then the buffer, are killed; the
+# rest is for reporting.
 _OTHERS_S, _BUFFER_S = 6.0, 4.0
 _BUFFER_ENDS_S, _KILL_S = 3.0, 1.0
+REASON_S = 3.0
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +45,13 @@ async def supervise(
     stop_s: float,
     strict: bool = False,
 ) -> StreamRLError | None:
-    """Start, watch, and stop every child; the failure of a validator without which the run went on,
-    and the exit code of a launch.
+    """Start, watch and stop every child. Returns the failure of a validator without which the run
+    went on, for the launch's exit code.
 
-    `notify` gets what the first signal brings about. `background` is cancelled before the daemons
-    are stopped, `view` after that. Waits for the learner to end, for a child or `background` to
-    fail, or for a signal: within `stop_s` of that no process is left. Under `strict` a child fails
-    that is otherwise started again.
+    `notify` gets a sentence at the first signal. `background` is cancelled before the daemons are
+    stopped, `view` after that. Waits for the learner to end, for a child or `background` to fail,
+    or for a signal; within `stop_s` after that no process is left. Under `strict` a failed child is
+    not started again.
 
     Raises:
         Interrupted: a signal stopped the run before its end.
@@ -92,7 +94,7 @@ def _on_order(
     notify: Callable[[str], None],
     number: signal.Signals,
 ) -> None:
-    """The first one stops the run, which is said, the second one kills its processes."""
+    """The first signal stops the run, with a message; the second one kills its processes."""
     if not interrupted.done():
         interrupted.set_result(number)
         again = "Ctrl-C again" if number is signal.SIGINT else "a second signal"
@@ -103,13 +105,13 @@ def _on_order(
 
 
 def _say_failure(view: "asyncio.Future[None]") -> None:
-    """The run goes on without what shows it."""
+    """Log that the view failed; the run goes on without it."""
     if not view.cancelled() and (error := view.exception()) is not None:
         log.error("the view of the run has failed; the run goes on", exc_info=error)
 
 
 def _failure(watched: "Sequence[asyncio.Future[Any]]") -> BaseException | None:
-    """The first one; asyncio reports a failure that nobody asked for, so all are asked for."""
+    """The first failure. Reads all of them, since asyncio reports an unread one."""
     ended = [task for task in watched if task.done() and not task.cancelled()]
     return next(iter([error for task in ended if (error := task.exception())]), None)
 
@@ -120,11 +122,12 @@ async def _stop_in_order(
     interrupted: "asyncio.Future[signal.Signals]",
     stop_s: float,
 ) -> None:
-    """Learner and generators first, so that the buffer gets every lease back; the buffer last. One
-    that has not begun has no lease, and may stand before the others in the fork server's turn.
+    """Stop learner and generators first, so that the buffer gets every lease back, and the buffer
+    last. A buffer that has not started is stopped with the others: nobody has a lease, and others
+    may wait behind it for the fork server.
 
-    Waits for each wave, _OTHERS_S and _BUFFER_S before `stop_s` is over at most, and kills what
-    still runs then.
+    Waits for each wave until at most _OTHERS_S or _BUFFER_S before `stop_s` is over, then kills
+    what still runs.
     """
     loop, by_s = asyncio.get_running_loop(), 0.0
     learner = supervised["learner"]
@@ -155,26 +158,23 @@ async def _stop_in_order(
         await asyncio.wait(tasks, timeout=_KILL_S)
 
 
-REASON_S = 3.0
-
-
 @dataclass(kw_only=True)
-class PlannedChild(Child, ABC):
-    """One that runs elsewhere: on a node, or as a step of a job. The parts of one learner run
-    together: when one fails, its `companions`, the others, are started again, too."""
+class RemoteChild(Child, ABC):
+    """A child that runs elsewhere: on a node, or as a step of a job. The parts of one learner run
+    together: when one fails, its `companions`, the other parts, are started again, too."""
 
-    companions: "Sequence[PlannedChild]" = ()
+    companions: "Sequence[RemoteChild]" = ()
     is_ended_by_companion: bool = False
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set for whoever waits as a process ends."""
+    """Set, briefly, whenever a process ends."""
 
     @abstractmethod
     def begin_kill(self) -> None:
         """Have the process killed."""
 
     async def _on_end(self, code: int) -> None:
-        """End the other parts, if this process has failed by itself. Where it has lost another
-        part, waits up to REASON_S for that one to end, which may say why."""
+        """End the other parts, if this process failed by itself. If it lost another part, first
+        waits up to REASON_S for that one to end, which may say why."""
         self.has_ended.set()
         self.has_ended.clear()
         has_failed = code != 0 and not self.is_ended_by_companion and not self.is_strict
@@ -203,8 +203,8 @@ def make_children(
     own: Callable[[PlannedProcess], Mapping[str, Any]],
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[C]:
-    """One for each process; `notify` gets a sentence for each restart, `own` are the fields of its
-    kind, `environment` is that of all."""
+    """One child per process of the plan; `notify` gets a sentence for each restart, `own` returns
+    further fields of this kind of child, `environment` is added for all."""
     run = plan.config.run
     read_step = partial(newest_step, run.path)
     children = [
@@ -223,7 +223,7 @@ def make_children(
         )
         for process in plan.processes
     ]
-    learners = [c for c in children if isinstance(c, PlannedChild) and c.role.startswith("learner")]
+    learners = [c for c in children if isinstance(c, RemoteChild) and c.role.startswith("learner")]
     for learner in learners:
         learner.companions = [other for other in learners if other is not learner]
     return children

@@ -279,7 +279,7 @@ LATER: Mapping[str, str] = {
     """,
     "needs the model itself: what it computes, its class, the weights of a checkpoint": """
         actors/engines/hf/cache actors/engines/model learners/checkpoints/contents
-        learners/policy/decoding
+        learners/policy/decoder
         learners/policy/packing_check learners/policy/router_replay
         learners/policy/sequence_parallel
     """,

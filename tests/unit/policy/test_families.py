@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from learners.batch.micro_batch import MicroBatch
-from learners.policy.decoding import carries_state
+from learners.policy.decoder import carries_state
 from learners.policy.network import Network
 from learners.policy.packing_check import choose_packing
 from streamrl.algorithms import logprobs as blocks

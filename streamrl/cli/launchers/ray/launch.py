@@ -31,7 +31,7 @@ from streamrl.cli.launchers.ray.cluster import (
 from streamrl.cli.launchers.ray.files import handed_on, with_keys, write_secrets
 from streamrl.cli.plan import print_plan
 from streamrl.cli.processes.command import signals_raise, unless_signaled
-from streamrl.cli.processes.daemons import PlannedChild, make_children, newest_step, supervise
+from streamrl.cli.processes.daemons import RemoteChild, make_children, newest_step, supervise
 from streamrl.cli.processes.mirror import Mirror
 from streamrl.cli.processes.restarts import Child, RestartBudget
 from streamrl.cli.processes.run_commands import (
@@ -259,7 +259,7 @@ class LearnerLostError(StreamRLError):
 
 
 @dataclass(kw_only=True)
-class RayChild(PlannedChild):
+class RayChild(RemoteChild):
     """`place` is its bundle, of `group`; `family` are all children of the run; `plan` makes the
     plan by what is known of the nodes now."""
 

@@ -1,4 +1,5 @@
-"""What an inference library's answer says of a request's tokens beside their ids.
+"""From an inference library's answer to a `Completion`: log-probabilities, masks and experts of its
+tokens.
 
 Shapes: P tokens of the prompt, N of the completion, each with its candidates, L decoder layers, K
 experts of a token.
@@ -38,20 +39,20 @@ _MISSING_MASS = 1e-3
 
 
 def keeps_mask(sampling: SamplingParams) -> bool:
-    """Whether a completion comes with its mask; a greedy one is of the whole vocabulary."""
+    """Whether a completion has a sampling mask; greedy sampling is over the whole vocabulary."""
     return sampling.keep_sampling_mask and sampling.temperature > 0
 
 
 def num_asked(sampling: SamplingParams) -> int:
-    """Candidates of each token that a server is asked for, likeliest first; 0 if none are read."""
+    """How many candidates per token to ask a server for, likeliest first; 0 if none are read."""
     num_kept = sampling.top_k + _TIES if keeps_mask(sampling) else 0
     num_top = sampling.num_top_logprobs
-    # One more than are read, since some servers count the sampled token among them.
+    # One more than is read, since some servers count the sampled token among them.
     return max(num_kept, num_top + 1 if num_top else 0)
 
 
 def most_asked(config: RunConfig) -> int:
-    """`num_asked` of the run's own requests."""
+    """`num_asked` for the run's own requests."""
     generator = config.generator
     return num_asked(
         SamplingParams(
@@ -66,12 +67,12 @@ def most_asked(config: RunConfig) -> int:
 def sets_of(
     found: Iterable[Candidates], sampling: SamplingParams
 ) -> tuple[TokenSets | None, TopLogprobs | None]:
-    """The mask and the likeliest tokens [N sets], each if the request asks for it; `found` is not
-    read if it asks for none.
+    """The mask and the likeliest tokens [N sets], each if the request asks for it; `found` is read
+    only then.
 
-    Log-probabilities of the distribution that is sampled from are minus infinity outside of what
-    top-k and top-p left, so the candidates with another one are the sampling mask, as long as all
-    of them are asked for: `num_asked`.
+    In the distribution sampled from, tokens outside top-k and top-p have a log-probability of minus
+    infinity, so the candidates with a finite one are the sampling mask, provided that all were
+    asked for (`num_asked`).
     """
     if not num_asked(sampling):
         return None, None
@@ -94,14 +95,14 @@ def top_of(found: Sequence[Candidates], num_top: int) -> TopLogprobs:
 
 
 def candidates(ids: Sequence[int], logprobs: Sequence[float]) -> Candidates:
-    """Of a server's answer, in which the sampled token may stand twice."""
+    """The candidates in a server's answer, which may list the sampled token twice."""
     unique, first = np.unique(np.array(ids, np.int32), return_index=True)
     return unique, np.array(logprobs, np.float32)[first]
 
 
 def _kept(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> NDArray[Any]:
-    """Empty where more tokens than were asked for are as likely as the last: a mask without them
-    would be another distribution."""
+    """Empty if there may be more tokens as likely as the last one asked for: a mask without them
+    would mean another distribution."""
     missing = 1.0 - float(np.exp(logprobs, dtype=np.float64).sum())
     return ids if missing < _MISSING_MASS else ids[:0]
 
@@ -116,16 +117,16 @@ def recorded(
     library: str,
     reason: str | None,
 ) -> RoutedExperts | None:
-    """The experts that the tokens of prompt and completion were given to, from what was reported
-    [P + N - 1, L, K], or less of a request that was ended; None if nothing was sampled, or a
-    request that was aborted (`reason`) has none.
+    """The experts that the tokens of prompt and completion were given to, from the reported [P + N
+    - 1, L, K] (fewer rows if the request was ended early); None if nothing was sampled, or an
+    aborted request (`reason`) has none.
 
     Both vLLM 0.32 and SGLang 0.5.23 give the rows of all tokens but the last, which no layer has
     seen; of every decoder layer, those without experts included; and logical ids, whatever the
     placement of the experts.
 
     Raises:
-        RolloutError: there are none, or they are not of these tokens.
+        RolloutError: there are none, or they do not belong to these tokens.
     """
     if rows is None:
         if reason == "abort" or not completion:
@@ -147,11 +148,11 @@ def recorded(
 
 
 def from_npy(text: str) -> NDArray[Any]:
-    """vLLM's array over HTTP, the base64 of a .npy file, without a copy of what its header may
-    promise.
+    """vLLM's array over HTTP: the base64 of a .npy file, read without trusting the size in its
+    header.
 
     Raises:
-        RolloutError: it is not one of integers.
+        RolloutError: it is not an array of integers.
     """
     content = _decoded(text)
     stream = io.BytesIO(content)
@@ -172,7 +173,7 @@ def from_int32(text: str, num_layers: int, top_k: int) -> NDArray[np.int32]:
     """SGLang's rows [rows, L, K], the base64 of little-endian numbers.
 
     Raises:
-        RolloutError: they are not as many as rows of this form have.
+        RolloutError: the number of values does not fit rows of this shape.
     """
     content = _decoded(text)
     if len(content) % (4 * num_layers * top_k):
@@ -200,10 +201,10 @@ def completion(
     top_logprobs: TopLogprobs | None = None,
     routed_experts: RoutedExperts | None = None,
 ) -> Completion:
-    """The record of an answer.
+    """The completion in an answer.
 
     Raises:
-        RolloutError: its fields are inconsistent, or no sampler can have made them.
+        RolloutError: its fields are inconsistent, or impossible for any sampler.
     """
     ended = finish_reason(reason)
     outside = (p for p in logprobs if not _LOWEST <= p <= _HIGHEST)

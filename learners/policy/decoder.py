@@ -1,10 +1,10 @@
-"""How a micro-batch's tokens go through a decoder: packed, or as padded rows; by one rank, or
-by several that share them (`learners.policy.sequence_parallel`).
+"""Runs a micro-batch's tokens through the model's decoder: packed or as padded rows, on one rank or
+on several that share them (`learners.policy.sequence_parallel`).
 
-Packed, trajectories are kept apart by packed attention and by the sequence indices that
-transformers' kernels for convolutions and recurrences take. Unpacked, trajectories of similar
-length are rows of one call of the model's own code, or of equal length where padding might change
-it.
+In packed calls, packed attention keeps trajectories apart, and so do the sequence indices that
+transformers' kernels for convolutions and recurrences take. In unpacked calls of the model's own
+code, rows are trajectories of similar length, or of equal length if padding might change the
+result.
 
 Invariant: a token's hidden state depends on its own trajectory alone, whatever shares its call.
 Padding follows a trajectory's tokens, where a causal model does not look. Ranks that share a
@@ -33,7 +33,7 @@ MediaOf = Sequence[Sequence[Media]]
 
 _KEPT_APART_BY_ATTENTION = {"full_attention", "sliding_attention"}
 _COUNTED_FROM_ROW_START = {"chunked_attention"}
-"""Layers whose result depends on where in its row a trajectory begins."""
+"""Layers whose result depends on where a trajectory begins in its row."""
 _BLIND_TO_PADDING = (
     _KEPT_APART_BY_ATTENTION
     | _COUNTED_FROM_ROW_START
@@ -48,12 +48,12 @@ _BLIND_TO_PADDING = (
         "moe",
     }
 )
-"""Layers that do not change when tokens follow; others get rows of equal length."""
+"""Layers that later tokens do not change; others get rows of equal length."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderInputs:
-    """Of N tokens their ids or, where some are images, embeddings and positions of three axes."""
+    """The ids of N tokens or, if some are images, their embeddings and positions on three axes."""
 
     token_ids: torch.Tensor
     """[1, N]"""
@@ -62,7 +62,7 @@ class DecoderInputs:
     positions: torch.Tensor | None = None
     """[3, N]"""
     experts: torch.Tensor | None = None
-    """[N, L, K] that the tokens are given to; None: the routers choose."""
+    """[N, L, K] the experts that the tokens are given to; None: the routers choose."""
 
     @classmethod
     def make(
@@ -98,7 +98,7 @@ class _Call(NamedTuple):
     real: torch.Tensor
     """Which of the flat [B * L] are no padding."""
     bounds: dict[str, Any]
-    """Those in its one row; empty where each row is a trajectory."""
+    """The trajectories in its one row; empty if each row is a trajectory."""
 
 
 def decode(
@@ -115,8 +115,8 @@ def decode(
     `has_shards`: all ranks make as many calls, each of which gathers parameters.
 
     Raises:
-        ConfigError: the model's position embedding depends on what it saw before, or ranks cannot
-            share the tokens of a model that runs like this one.
+        ConfigError: the model's position embedding depends on earlier inputs, or ranks cannot share
+            the tokens of such a model.
     """
     packing = tokens.packing
     limit = _rotary_limit(model, packing.longest)
@@ -146,14 +146,14 @@ def decode(
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """What turns token ids into the hidden states that the LM head takes."""
+    """The module that turns token ids into the hidden states that the LM head takes."""
     found = (model.get_decoder(), model.base_model, getattr(model, "model", None))
     inner = (m for m in found if isinstance(m, PreTrainedModel) and m is not model)
     return next(inner, model)
 
 
 def can_be_packed(model: PreTrainedModel) -> bool:
-    """Whether a comparison may find that packing leaves this model's results as they are."""
+    """Whether packing may leave this model's results unchanged; the comparison at start decides."""
     accepted = inspect.signature(decoder_of(model).forward).parameters.values()
     takes_bounds = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
     return (
@@ -175,20 +175,20 @@ def carries_state(model: PreTrainedModel) -> bool:
 
 
 def may_share_prompts(model: PreTrainedModel) -> bool:
-    """Whether trajectories that begin alike have equal states there, however long they are."""
+    """Whether trajectories that begin alike have equal states there, regardless of length."""
     return is_attention_only(model) and _rotary_limit(model, 0) == inf
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """The implementation that computes the model as it is defined, without packing."""
+    """The attention implementation that computes the model as defined, without packing."""
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        # Scaled_dot_product_attention leaves the soft cap out.
+        # scaled_dot_product_attention leaves out the soft cap.
         return "eager"
     return model.config._attn_implementation or "eager"
 
 
 def _rotary_limit(model: PreTrainedModel, longest: int) -> float:
-    """Length beyond which a trajectory's position embedding is another; infinite for most."""
+    """Length beyond which a trajectory's position embedding changes; infinite for most."""
     facts = facts_of(model.config.get_text_config())
     require_length(facts, longest)
     return min(rope_limits(facts).values(), default=inf)
@@ -201,8 +201,8 @@ def _layer_types(model: PreTrainedModel) -> set[str]:
 def _bounds(
     packing: Packing, positions: torch.Tensor, exchange: HeadExchange | None = None
 ) -> dict[str, Any]:
-    """The arguments that tell a decoder where trajectories end; `positions` [1, n] are those of its
-    tokens in their trajectories."""
+    """The arguments that tell a decoder where trajectories end; `positions` [1, n] are the tokens'
+    positions in their trajectories."""
     bounds = {
         "position_ids": positions,
         # Without it transformers looks for trajectories in the positions, and the host waits.
@@ -221,7 +221,7 @@ def _bounds(
 
 
 def _parts(packing: Packing, limit: float) -> Iterator[tuple[torch.Tensor, Packing]]:
-    """Token indices and bounds of the trajectories that may share a call."""
+    """Token indices and bounds of trajectories that may share a call."""
     is_long = torch.tensor([length > limit for length in packing.lengths])
     for chosen in (~is_long, is_long):
         lengths = tuple(torch.tensor(packing.lengths)[chosen].tolist())
@@ -242,7 +242,7 @@ def _calls(
 
 
 def _missing_calls(num_calls: int, device: torch.device) -> list[_Call]:
-    """Calls of nothing, until this rank makes as many as the one that makes most."""
+    """Empty calls, until this rank makes as many as the one that makes most."""
     most = torch.tensor(num_calls, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     first = torch.zeros(1, 1, dtype=torch.int64, device=device)
