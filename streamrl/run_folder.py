@@ -478,7 +478,7 @@ def _bound_here(config: RunConfig) -> RunConfig:
     buffer, weights = config.buffer, config.weights
     if config.is_validated and config.validation.every is None:
         config = config.with_values(validation={"every": "auto"})
-    # Both are held until both are known, or the second could get the port of the first.
+    # Both ports are held until both are known, or the second could be the first again.
     with ExitStack() as held:
         url = _bound("buffer.url", buffer.url, held) if buffer.binds_url else buffer.url
         address = _bound("weights.address", weights.address, held)

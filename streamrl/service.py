@@ -38,7 +38,7 @@ from streamrl.log_lines import JsonFormatter, log_as_json
 from streamrl.shutdown import Shutdown, Stopped
 from streamrl.user_code import user_traceback
 
-# mallopt(3): the parameters' numbers are part of glibc's binary interface.
+# For mallopt(3): the parameters' numbers are part of glibc's binary interface.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Part of `run.stop_s` left to the launcher, which ends the buffer after the other processes.
 FORCED_S = 8.0
@@ -93,7 +93,7 @@ def force_s(config: RunConfig) -> float:
 
 
 def launcher_has_ended() -> bool:
-    """Whether this process was started by a launcher that is gone."""
+    """Whether the launcher that started this process is gone."""
     parent = os.environ.get(PARENT_VARIABLE)
     return parent is not None and os.getppid() != int(parent)
 
@@ -141,7 +141,7 @@ def binding(setting: str, address: str) -> Iterator[None]:
 
 def keep_freed_memory() -> None:
     """Make glibc reuse the memory of payloads and tensors instead of returning it to the kernel:
-    faults of new pages were half of the transfer time of a 1 MB group. No effect without glibc."""
+    page faults took half of the transfer time of a 1 MB group. No effect without glibc."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
@@ -157,7 +157,8 @@ def keep_settings(config: RunConfig) -> None:
 
 
 async def _watch_parent(shutdown: Shutdown) -> None:
-    """Drain when the launcher has ended. Polls the parent's id, since no signal reports that."""
+    """Drain when the launcher has ended. Polls the parent's process id, since no signal reports its
+    end."""
     while PARENT_VARIABLE in os.environ and not shutdown.requested.is_set():
         if launcher_has_ended():
             shutdown.ask("the launcher has ended")

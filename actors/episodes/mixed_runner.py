@@ -26,7 +26,6 @@ from streamrl.interfaces import Engine, EnvironmentContext
 from streamrl.types import SamplingParams, TrajectoryGroup
 from streamrl.user_code import attributed_to, is_user_code, load_user_code
 
-
 log = logging.getLogger(__name__)
 
 

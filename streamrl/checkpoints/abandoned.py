@@ -1,12 +1,12 @@
-"""What a run has abandoned: checkpoints, and the lines of the steps that led to them.
+"""Sets aside what a run has abandoned: checkpoints, and the lines of the steps that led to them.
 
     abandoned/0001-after-step-00000010/   step-00000020/ ...  metrics.jsonl  trained.jsonl
                                           validation/         responses of its later versions
                                           abandoned.json      when, why, and which steps
 
-Nothing in it is deleted; a person may delete it, or go on from a checkpoint in it with
-`run.resume`. Invariant: it is complete before the lines in the run's folder are cut, and files
-there deleted, so that a learner killed in between leaves everything in one place or the other.
+It is never deleted automatically; a person may delete it, or continue from a checkpoint in it with
+`run.resume`. Invariant: it is complete before lines in the run's folder are cut and files deleted,
+so a learner killed in between leaves everything in one place or the other.
 """
 
 import shutil
@@ -25,7 +25,7 @@ RECORD_FILE = "abandoned.json"
 
 
 class Abandoned(Struct, frozen=True, kw_only=True):
-    """What was set aside in one go; the surviving history goes on after `policy_version`.
+    """What was set aside at one time; the surviving history continues after `policy_version`.
 
     `versions` are those of the checkpoints; `time_s` is Unix time.
     """
@@ -49,11 +49,11 @@ def begin(
         What was set aside, None if there was nothing.
 
     Raises:
-        OSError: the disk is full, for example; the earlier history survives, or else only what is
-            left over has to be set aside.
+        OSError: the disk is full, for example; either the earlier history still survives, or only
+            leftovers have yet to be set aside.
     """
     checkpoints = checkpoints_of(run)
-    # What killed learners have left, unfinished or replaced.
+    # Unfinished or replaced folders that killed learners have left.
     for remnant in checkpoints.glob(f".{PREFIX}*"):
         shutil.rmtree(remnant, ignore_errors=True)
     leftovers = tuple(foreign(run, history, policy_version))
@@ -80,13 +80,13 @@ def begin(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     for path in leftovers:
-        # A person may have the checkpoints on another disk, behind a link.
+        # The checkpoints may be on another disk, behind a link.
         shutil.move(path, folder / path.name)
     return record
 
 
 def read_abandoned(run: Path) -> tuple[Abandoned, ...]:
-    """All that a run has set aside, oldest first; what a kill left without a record is left out."""
+    """All that a run has set aside, oldest first, except what a kill left without a record."""
     records = sorted((run / "abandoned").glob(f"*/{RECORD_FILE}"))
     return tuple(msgspec.json.decode(path.read_bytes(), type=Abandoned) for path in records)
 

@@ -1,11 +1,12 @@
-"""Which checkpoint a run continues from: the newest complete one of the surviving history.
+"""Finds the checkpoint that a run continues from: the newest complete one of the surviving history.
 
 Invariant: a checkpoint is returned only after each of its files has been compared with its manifest
 (`contents=False`: their sizes), and only if the run's history contains it.
 
-A launch asks whether the run may go on before it writes anything, by sizes alone; the learner asks
-again of the checkpoint that it has chosen. A learner that would begin anew on the buffer of a run,
-and so abandon all of that run's steps, is refused (`require_new_run`) before anything is changed.
+A launch checks whether the run can be resumed before it writes anything, by sizes alone; the
+learner checks the contents of the checkpoint that it has chosen. A learner that would start from
+nothing on the buffer of an existing run, and so abandon all its steps, is refused
+(`require_new_run`) before anything is changed.
 """
 
 import json
@@ -33,11 +34,11 @@ from streamrl.types import Books
 PREFIX = "step-"
 STATE_FILE = "state.json"
 FORMAT = 4
-"""Of state.json; a checkpoint of another format is refused."""
+"""The format of state.json; a checkpoint of another format is refused."""
 
 
 class Damage(NamedTuple):
-    """A checkpoint that was passed over; `sentence` says what is wrong with which file."""
+    """A checkpoint that was skipped; `sentence` says what is wrong with which file."""
 
     policy_version: int
     sentence: str
@@ -45,8 +46,8 @@ class Damage(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one; `record` is all of its state.json, `damaged` are newer ones of the run that
-    `newest` has passed over, newest first."""
+    """A complete checkpoint; `record` is the content of its state.json, `damaged` are newer ones of
+    the run that `newest` has skipped, newest first."""
 
     path: Path
     policy_version: int
@@ -90,7 +91,7 @@ def newest(run: Path, *, contents: bool = True) -> Checkpoint | None:
 
     Raises:
         ConfigError: there are checkpoints, and none is complete.
-        UnreadableCheckpointError: nobody knows whether a newer one is complete.
+        UnreadableCheckpointError: it cannot be known whether a newer one is complete.
         OtherReleaseError: the newest one has another format.
     """
     history = read_history(checkpoints_of(run))
@@ -112,7 +113,7 @@ def newest(run: Path, *, contents: bool = True) -> Checkpoint | None:
 
 
 def _candidates(run: Path, history: History | None) -> Iterator[tuple[int, Path]]:
-    """With their versions."""
+    """Candidates with their versions."""
     for path in list_checkpoints(run):
         yield version_of(path), path
     if history is not None and history.base:
@@ -120,7 +121,7 @@ def _candidates(run: Path, history: History | None) -> Iterator[tuple[int, Path]
         if base.parent == checkpoints_of(run).absolute():
             return
         version = history.segments[-1].policy_version
-        # A run whose folder has moved, or was fetched, has it here.
+        # If the run's folder was moved or fetched, it is here.
         if base.exists() or not path_of(run, version).exists():
             yield version, base
 
@@ -151,13 +152,13 @@ def read_checkpoint(path: Path, *, contents: bool = True) -> Checkpoint:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the folder is a checkpoint of a run, damaged or not, rather than a model alone."""
+    """Whether the folder is a checkpoint of a run, damaged or not, rather than just a model."""
     return (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file()
 
 
 def is_taken(run: Path, resume: Path) -> bool:
-    """Whether the run in this folder has gone on from the checkpoint that `run.resume` names, which
-    is taken once and may be gone since."""
+    """Whether the run in this folder has already continued from the checkpoint that `run.resume`
+    names; it is used once, and may be gone since."""
     history = read_history(checkpoints_of(run))
     return history is not None and history.resume == str(resume)
 
@@ -184,7 +185,7 @@ def _belongs(path: Path, history: History) -> bool | None:
 
 
 def _require_format(path: Path) -> None:
-    """Before the manifest, which a checkpoint of another release may not have."""
+    """Check the format before the manifest, which a checkpoint of another release may lack."""
     try:
         written = json.loads((path / STATE_FILE).read_text()).get("format", 1)
     except (OSError, ValueError, AttributeError):
@@ -205,8 +206,8 @@ def require_steps_left(checkpoint: Checkpoint, max_steps: int) -> None:
 
 
 def base_digest(model: ModelSettings) -> str:
-    """Of the weights that an adapter is trained on, and a reference policy has; "" where that is
-    not known."""
+    """Digest of the weights that an adapter is trained on, and that a reference policy has; "" if
+    unknown."""
     folder = local_folder("model.path", model.path)
     return "" if folder is None else folder.digest
 
@@ -239,7 +240,7 @@ def require_same_adapter(
 
 
 def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> Checkpoint | None:
-    """The checkpoint that a launch with these flags goes on from, if any.
+    """The checkpoint that a launch with these flags continues from, if any.
 
     Raises:
         ConfigError: see `require_steps_left`, `require_same_adapter`, `newest`, `read_checkpoint`.
@@ -258,7 +259,8 @@ def require_steps_to_launch(config: RunConfig, *, resume: bool, new: bool) -> Ch
 
 
 def require_new_run(config: RunConfig, learner_term: int, version: int) -> None:
-    """Raise ConfigError if a learner has attached before to the buffer that has these."""
+    """Raise ConfigError if a learner has already attached to the buffer with this term and
+    version."""
     if not learner_term:
         return
     folder = config.run.path
@@ -275,7 +277,7 @@ def require_new_run(config: RunConfig, learner_term: int, version: int) -> None:
 
 
 def _from(config: RunConfig) -> str:
-    """Where `--resume` goes on."""
+    """The end of a sentence: where `--resume` continues."""
     try:
         checkpoint = newest(config.run.path, contents=False)
     except ConfigError:

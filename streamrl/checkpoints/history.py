@@ -1,13 +1,13 @@
-"""The history of a run: which learners made the policy at hand, each up to which version.
+"""The history of a run: which learners made the current policy, each up to which version.
 
     checkpoints/history.json       the surviving history, by the learner that writes it at present
     checkpoints/step-N/state.json  the history that led to version N
 
-Every learner process has an id of its own. One that starts from a checkpoint continues that
-checkpoint's history; what any other learner has saved, or this one's predecessor after that
-version, does not belong to it. Invariant: `history.json` is replaced as a whole, by the learner
-that the buffer has just attached; from then on a checkpoint belongs to the run if the history
-contains it, whatever lies beside it.
+Every learner process has its own id. One that starts from a checkpoint continues that checkpoint's
+history; what other learners saved, or its predecessor after that version, does not belong to it.
+Invariant: `history.json` is replaced as a whole by a learner that has just attached to the buffer;
+from then on a checkpoint belongs to the run if this history contains it, whatever else is in the
+folder.
 """
 
 import json
@@ -26,7 +26,7 @@ HISTORY_FILE = "history.json"
 
 
 class HistorySegment(Struct, frozen=True):
-    """The versions up to this one that the learner has made."""
+    """The versions that a learner has made, up to this one."""
 
     learner_id: str
     policy_version: int
@@ -48,7 +48,7 @@ class History(Struct, frozen=True, kw_only=True):
     finished_before: IndexRanges = ()
 
     def contains(self, learner_id: str, policy_version: int) -> bool:
-        """Whether the checkpoint that this learner made of this version belongs to the history."""
+        """Whether the history contains the checkpoint of this version by this learner."""
         return learner_id == self.learner_id or any(
             learner_id == segment.learner_id and policy_version <= segment.policy_version
             for segment in self.segments
@@ -56,12 +56,13 @@ class History(Struct, frozen=True, kw_only=True):
 
 
 def new_history() -> History:
-    """Of a learner that starts from the model of the configuration."""
+    """The history of a learner that starts from the model of the configuration."""
     return History(learner_id=uuid.uuid4().hex[:12])
 
 
 def continued(history: History, policy_version: int, base: Path, resume: str) -> History:
-    """Of a learner that starts from the checkpoint `base` of this version and history."""
+    """The history of a learner that starts from the checkpoint `base` with this version and
+    history."""
     segment = HistorySegment(history.learner_id, policy_version)
     return msgspec.structs.replace(
         history,
@@ -73,7 +74,7 @@ def continued(history: History, policy_version: int, base: Path, resume: str) ->
 
 
 def finished(books: Books) -> IndexRanges:
-    """The prompts that were trained or dropped for good, by these books."""
+    """The prompts that were trained or permanently dropped, by these books."""
     return ranges_of({*range(books.next_prompt_index)} - {*books.open_prompt_indices})
 
 
@@ -81,7 +82,8 @@ def read_history(checkpoints: Path) -> History | None:
     """The surviving history of the run with this folder of checkpoints; None before its first.
 
     Raises:
-        ConfigError: the file cannot be read, so that nobody knows which checkpoints belong to it.
+        ConfigError: the file cannot be read, so it is unknown which checkpoints belong to the
+        history.
     """
     path = checkpoints / HISTORY_FILE
     try:
@@ -97,7 +99,7 @@ def read_history(checkpoints: Path) -> History | None:
 
 def survives(checkpoints: Path, history: History) -> bool:
     """Whether no other learner is known to have made its history the surviving one. A file that
-    cannot be read at the moment tells of none, and is no reason to end a learner."""
+    cannot be read at present is not a reason to end a learner."""
     try:
         surviving = read_history(checkpoints)
     except ConfigError:
@@ -114,7 +116,7 @@ def require_surviving(checkpoints: Path, history: History) -> None:
 
 
 def write_history(checkpoints: Path, history: History) -> None:
-    """Replace the surviving history, on disk when this returns."""
+    """Replace the surviving history; it is on disk when this returns."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     text = json.dumps(msgspec.to_builtins(history), indent=1) + "\n"
     write_file(checkpoints / HISTORY_FILE, text)

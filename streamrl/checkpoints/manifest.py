@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: the size and the checksum of each of its files.
 
-Invariant: the manifest is the last file that is written, so that a folder with a manifest was
-complete, and `verify` finds every byte that is missing or has changed since then. Each rank of a
-learner records the files that it has written. Checksums are xxh3, 128 bits: about 4 GB/s on one
-core with the reading, a tenth of the time that saving takes.
+Invariant: the manifest is written last, so a folder with a manifest was complete, and `verify`
+finds every byte that is missing or has changed since. Each rank of a learner records the files that
+it has written. Checksums are xxh3, 128 bits: about 4 GB/s on one core with the reading, a tenth of
+the time that saving takes.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from streamrl.errors import DamagedCheckpointError, UnreadableCheckpointError
 MANIFEST_FILE = "manifest.json"
 
 FileRecords: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Size and checksum of files, by name in the folder of a checkpoint."""
+"""Size and checksum of files, by name in the checkpoint's folder."""
 
 
 def record_files(folder: Path, files: Iterable[Path]) -> FileRecords:
-    """The manifest's lines of files in a checkpoint, which are then on disk."""
+    """The manifest's lines for files of a checkpoint, which this syncs to disk."""
     records = {}
     for file in sorted(files):
         sync(file)
@@ -34,7 +34,7 @@ def record_files(folder: Path, files: Iterable[Path]) -> FileRecords:
 
 
 def write_manifest(folder: Path, files: FileRecords) -> None:
-    """Of all files in the folder; it and the names in the folder are then on disk."""
+    """Write the manifest of all files in the folder, and sync it and the folder to disk."""
     manifest = folder / MANIFEST_FILE
     manifest.write_text(json.dumps({"files": files}, indent=1) + "\n")
     for path in (manifest, *(p for p in folder.rglob("*") if p.is_dir()), folder):
@@ -42,7 +42,7 @@ def write_manifest(folder: Path, files: FileRecords) -> None:
 
 
 def verify(folder: Path, *, contents: bool = True) -> None:
-    """Compare the files of a checkpoint with its manifest; without `contents`, their sizes only.
+    """Compare the files of a checkpoint with its manifest; without `contents`, only their sizes.
 
     Raises:
         DamagedCheckpointError: naming the first file that is missing or has changed, and how.
@@ -60,7 +60,7 @@ def verify(folder: Path, *, contents: bool = True) -> None:
 
 
 def _fault(file: Path, expected: Mapping[str, Any], *, contents: bool) -> str:
-    """What is wrong with a file, "" if nothing is."""
+    """What is wrong with a file; "" if nothing."""
     if not file.is_file():
         return "is missing"
     num_bytes = file.stat().st_size

@@ -1,7 +1,7 @@
-"""Which checkpoints of a run are kept: the newest ones, and the best by a metric.
+"""Decides which checkpoints of a run are kept: the newest, and the best by a metric.
 
-Invariant: a checkpoint is deleted only after `keep` newer complete ones of its history are on disk,
-and none of another history ever.
+Invariant: a checkpoint is deleted only after `keep` newer complete ones of its history are on disk;
+those of other histories are never deleted.
 """
 
 import json
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Validated(NamedTuple):
-    """The metrics of each version that was validated, and the versions that are being validated."""
+    """The metrics of each validated version, and the versions being validated."""
 
     metrics: Mapping[int, Mapping[str, float]] = {}
     pending: Collection[int] = ()
@@ -55,7 +55,7 @@ def delete_older(
         except DamagedCheckpointError:
             continue
     if not complete:
-        # Whoever cleaned up the disk has taken the one that was just saved.
+        # Somebody who cleaned up the disk has removed the one just saved.
         return
     newest = complete[-settings.keep :]
     kept = {*unread, *newest, *_best(complete, settings, validated)}
@@ -71,7 +71,7 @@ def delete_older(
 def _best(
     complete: Sequence[Path], settings: CheckpointSettings, validated: Validated
 ) -> list[Path]:
-    """Of equal ones the newer; one without the metric is none of them."""
+    """Ties go to the newer one; one without the metric is never best."""
     sign = 1 if settings.best_is == "highest" else -1
     means = [{**_means(path), **validated.metrics.get(version_of(path), {})} for path in complete]
     scored = [

@@ -1,7 +1,8 @@
 """`streamrl launch`: everything a run needs on this machine, as separate processes.
 
-check; make the model if it has a recipe; compare engine and learner if `parity` sets a threshold;
-run buffer, learner and generators until the learner ends or a signal comes; evaluate; report
+Checks; makes the model if it has a recipe; compares engine and learner if `parity` sets a
+threshold; runs buffer, learner and generators until the learner ends or a signal comes; evaluates;
+reports.
 """
 
 import argparse
@@ -34,14 +35,14 @@ from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
 from streamrl.run_folder import require_own_folder, resume_command
 
-# As a pod that is made for torchrun has them, such as Kubeflow's.
+# Set in pods made for torchrun, such as Kubeflow's.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
-    """On this machine, or wherever the options say; the exit code."""
+    """Launch on this machine, or where the options say; the exit code."""
     for name in _OF_RANKS:
-        # A learner would wait for ranks that nobody starts: a launch starts its own.
+        # With these, a learner would wait for ranks that nobody starts; a launch starts its own.
         os.environ.pop(name, None)
     loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
     hand_down(arguments, loaded.config.buffer.password_of_url)
@@ -50,7 +51,7 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
         fork_server.close()
         fork_server = None
     if not name or (name == "slurm" and JOB_VARIABLE in os.environ):
-        # What is seen from here is what the processes will have.
+        # Only then does this process see what the run's processes will have.
         require_startable(arguments)
     if refusal is not None:
         raise refusal
@@ -107,9 +108,10 @@ def run_here(
     fork_server: ForkServer | None = None,
     background: BackgroundTask | None = None,
 ) -> StreamRLError | None:
-    """The whole run, from the missing model to the last books; the failure of a validator without
-    which it went on. `resume` goes on with the run in its folder, `new` starts one; `live` shows it
-    as a screen; under `strict` no daemon is started again; they are forked from the `fork_server`.
+    """The whole run, from making the model to the buffer's last books. Returns the failure of a
+    validator without which it went on. `resume` continues the run in its folder, `new` starts one;
+    `live` shows a live screen; under `strict` no daemon is started again; daemons are forked from
+    `fork_server`, if given.
 
     Raises:
         Interrupted, StreamRLError: see `supervise`.

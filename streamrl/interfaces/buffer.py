@@ -28,17 +28,17 @@ class GeneratorBuffer(Protocol):
         """Leases with these ids, each the right to generate one group: as many as are admitted.
 
         Waits until one is admitted; () if none is within `wait_s`. The caller chooses the ids; a
-        repeated call with the same ids returns the same leases, and may add some. Where several
+        repeated call with the same ids returns the same leases, and may add some. If several
         generators report, a call grants at most this one's share of what is admitted, rounded up.
-        First come the prompts whose lease ended without its generator and has siblings: of
-        these the new lease has the `min_policy_version` and the siblings.
-        A generator that is not active is granted no new lease, nor one with weights of `learner_id`
-        if another learner has attached; "" stands for those of the model's folder.
+        Prompts whose lease lost its generator and has siblings come first: the new lease takes over
+        the `min_policy_version` and the siblings. An inactive generator gets no new lease, nor does
+        one with weights of a `learner_id` other than the attached learner's; "" stands for the
+        model folder's weights.
         """
         ...
 
     async def put(self, lease_id: str, group: TrajectoryGroup) -> None:
-        """Store the finished group, which ends the lease.
+        """Store the finished group; this ends the lease.
 
         Raises:
             UnknownLeaseError: expired or never granted; the group is not stored.
@@ -48,10 +48,10 @@ class GeneratorBuffer(Protocol):
         ...
 
     async def put_sibling(self, sibling: SiblingHeader, payload: bytes) -> None:
-        """Store one sibling while its group is sampled, as it is now, finished or not.
+        """Store one sibling as it is now, finished or not, while its group is being sampled.
 
-        It is kept until the group is put or its prompt is dropped. If the lease ends without its
-        generator, the next lease of the prompt has it. One with more tokens takes its place.
+        It is kept until the group is put or its prompt is dropped, or until the same sibling comes
+        with more tokens. If the lease loses its generator, the prompt's next lease has it.
 
         Raises:
             UnknownLeaseError: expired or never granted; the sibling is not stored.
@@ -68,32 +68,32 @@ class GeneratorBuffer(Protocol):
         ...
 
     async def release(self, lease_id: str, reason: DropReason, lengths: Sequence[int] = ()) -> None:
-        """End the lease without a group; the reason decides if its prompt is granted again.
+        """End the lease without a group; the reason decides whether its prompt is granted again.
 
-        `lengths` are those of the responses that were sampled under it, which are counted.
+        `lengths` are those of the responses sampled under it, which are counted.
         """
         ...
 
     async def heartbeat(self, status: GeneratorStatus) -> HeartbeatReply:
         """Report a status, and renew the leases in it.
 
-        The first report of a new session ends the leases of the old one, which is fenced from then
-        on. A draining generator that leaves is active when it returns.
+        The first report of a new session ends the old session's leases and fences it. A draining
+        generator that leaves is active again when it returns.
         """
         ...
 
 
 class LearnerBuffer(Protocol):
-    """The learner's side of the buffer; calls of a learner that was replaced are fenced."""
+    """The learner's side of the buffer; calls of a replaced learner are fenced."""
 
     async def attach(
         self, policy_version: int, books: Books | None, learner_id: str = ""
     ) -> BufferStats:
-        """Become the learner, at this version; groups trained later are buffered again.
+        """Become the learner, at this version; groups trained by later steps are buffered again.
 
-        Generators get no lease without the weights of `learner_id`, which sends them; "" leaves
-        that open. `books` restores the position in the prompt stream in a buffer that has lost it.
-        Later calls raise FencedError once another learner has attached.
+        Generators get leases only with the weights of `learner_id`, which sends them; "" allows
+        any. `books` restores the position in the prompt stream if the buffer has lost it. Once
+        another learner attaches, later calls raise FencedError.
         """
         ...
 
@@ -112,14 +112,14 @@ class LearnerBuffer(Protocol):
         among them; empty if that is not so after `wait_s`. A repeated call for the same version
         returns the same batch.
 
-        A caller that holds the first `num_held` groups of the batch gets a part of it as soon as it
-        is longer: those that can be lent while groups that are due are still sampled. The payloads
+        A caller that holds the first `num_held` groups of the batch gets a longer part as soon as
+        there is one: what can be lent while groups that are due are still being sampled. Payloads
         are those of the new groups.
         """
         ...
 
     async def fetch(self, prompt_indices: Sequence[int]) -> tuple[TrajectoryGroup, ...]:
-        """The payloads of taken groups, in this order; for a learner with several ranks.
+        """The payloads of taken groups, in this order; used by a learner with several ranks.
 
         Raises:
             LedgerError: a group is not held.
@@ -135,11 +135,11 @@ class LearnerBuffer(Protocol):
         ...
 
     async def acknowledge(self, policy_version: int) -> None:
-        """A checkpoint of this version is durable; the groups it contains are deleted."""
+        """A checkpoint of this version is durable: delete the groups that it contains."""
         ...
 
     async def finish(self) -> None:
-        """The run has ended: no lease is granted any more, and generators leave."""
+        """The run has ended: grant no more leases; generators leave."""
         ...
 
 
@@ -160,7 +160,7 @@ class TrajectoryBuffer(GeneratorBuffer, LearnerBuffer, Protocol):
     async def set_scheduling_state(
         self, generator_id: str, scheduling_state: SchedulingState
     ) -> None:
-        """Set the scheduling state of a generator id; it outlasts the generator's process.
+        """Set the scheduling state of a generator id, which outlasts the generator's process.
 
         Raises:
             UnknownGeneratorError: no generator of this id reports.

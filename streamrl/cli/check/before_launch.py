@@ -1,5 +1,5 @@
 """The check before a launch, in a process of its own: what the user's files import is freed when it
-ends, and what they do to their process is not done to the launcher's.
+ends, and what they do to the process does not affect the launcher.
 
 Of the machine it looks at what can be said at once; `streamrl check` takes longer.
 
@@ -25,7 +25,7 @@ _REFUSED = "streamrl check: "
 
 
 def require_startable(arguments: argparse.Namespace) -> None:
-    """Print the warnings of a check. Waits for its end.
+    """Run the check and print its warnings. Waits for its end.
 
     Raises:
         ConfigError: the run cannot start; one line for each problem.
@@ -41,17 +41,18 @@ def require_startable(arguments: argparse.Namespace) -> None:
 
 
 def _run(file: str, overrides: Sequence[str]) -> tuple[int | None, str]:
-    """Exit code of the check, and what it wrote to standard error. Waits for its end; what it has
-    started is killed then, and all of it if this is interrupted."""
+    """The check's exit code, and what it wrote to standard error. Waits for its end, then kills
+    what it has started; kills all of it if interrupted."""
     if sys.platform == "linux":
         context = multiprocessing.get_context("fork")
     else:
         context = multiprocessing.get_context("spawn")
-    # A pipe would have its end when the last of what it starts ends.
+    # Not a pipe, which would stay open until the last process that the check started ends.
     with tempfile.NamedTemporaryFile(prefix="streamrl-check-") as errors:
         child = context.Process(target=_check, args=(file, overrides, Path(errors.name)))
         with warnings.catch_warnings():
-            # The launcher's own thread is the only one; numpy's end and begin anew at a fork.
+            # The launcher has only this thread; numpy ends its threads before a fork and restarts
+            # them.
             warnings.simplefilter("ignore", DeprecationWarning)
             child.start()
         assert child.pid is not None
@@ -65,14 +66,14 @@ def _run(file: str, overrides: Sequence[str]) -> tuple[int | None, str]:
 
 
 def _check(file: str, overrides: Sequence[str], errors: Path) -> None:
-    """In the process of its own, which leads a group of what it starts."""
+    """In the check's own process, the leader of a process group."""
     os.setsid()
     with errors.open("wb") as output:
         os.dup2(output.fileno(), 2)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code = 0
     try:
-        # Imported here, so that the launcher imports none of it.
+        # Imported here, so that the launcher does not import it.
         from streamrl.cli.check.command import machine_problems, refusals, run_findings
 
         loaded, refused = load_usable(file, overrides)
@@ -89,5 +90,5 @@ def _check(file: str, overrides: Sequence[str], errors: Path) -> None:
         code = exit_code_of(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit, which waits for threads and processes that a user's file has started.
+    # Not sys.exit, which would wait for threads and processes that a user's file started.
     os._exit(code)

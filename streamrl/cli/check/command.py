@@ -4,12 +4,13 @@
     1  the machine has a problem
     2  the run cannot start, or the configuration cannot be read
 
-Without a configuration it looks at the machine alone, with one at all there is. A check is a
-function that yields findings, and a line in `_OF_RUN` or `machine_findings`. Starts nothing of the
-run and imports no torch; `--deep` samples one group, with the model.
+Without a configuration it checks only the machine, with one everything. A check is a function that
+yields findings, listed in `_OF_RUN` or `machine_findings`. Starts nothing of the run and does not
+import torch; `--deep` samples one group with the model.
 
-Invariant: what keeps a run from starting goes to standard error, in the words in which `streamrl
-launch` refuses it; all else to standard output, which is YAML where it has the configuration.
+Invariant: what keeps a run from starting goes to standard error, in the words with which `streamrl
+launch` would refuse it; everything else goes to standard output, which is valid YAML if it shows
+the configuration.
 """
 
 import argparse
@@ -63,7 +64,7 @@ _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "
 
 def main(arguments: argparse.Namespace) -> int:
     if not any((arguments.file, arguments.config, arguments.overrides, arguments.deep)):
-        # Nothing is given that is about a run.
+        # No option concerns a run.
         found = list(machine_findings(RunSettings().folder))
         _print(found, is_brief=arguments.quiet, is_json=arguments.json)
         return _exit_code(found)
@@ -75,7 +76,8 @@ def main(arguments: argparse.Namespace) -> int:
     of_run = run_findings(loaded, refused)
     of_run += map(CONFIGURATION.warning, filter(None, [held_run(config.run.path)]))
     if not arguments.json and (problems := refusals(of_run)):
-        # At once: the machine, whose torch takes seconds, is asked when the run can start.
+        # Refuse at once; the machine is checked, which takes seconds for torch, only if the run can
+        # start.
         _print([finding for finding in of_run if not _refuses(finding)], is_brief=True)
         raise ConfigError("\n".join(problems))
     of_machine = machine_findings(config.run.path, has_journal=has_journal, is_alone=is_alone)
@@ -95,9 +97,9 @@ def main(arguments: argparse.Namespace) -> int:
 def machine_findings(
     folder: Path | str, *, has_journal: bool = True, is_alone: bool = False
 ) -> Iterator[Finding]:
-    """Of this machine; `folder` is a run's, `has_journal` where its buffer keeps one there,
-    `is_alone` if all of it runs here, so that its times come from one clock. Waits for a process
-    that imports torch, and for two programs."""
+    """Findings about this machine. `folder` is the run's, `has_journal` whether its buffer keeps a
+    journal there, `is_alone` whether the whole run is here, so that its times come from one clock.
+    Waits for a process that imports torch, and for two programs."""
     yield from machine.check_machine(machine.read_machine(), is_alone=is_alone)
     yield from packages.check_packages(packages.needed_packages())
     # The driver does not count the GPUs of ROCm.
@@ -108,15 +110,16 @@ def machine_findings(
 
 
 def machine_problems(folder: Path) -> Iterator[Finding]:
-    """What can be said of the machine at once: packages outside their range, and a full disk."""
+    """Problems of the machine that are found quickly: packages outside their range, and a full
+    disk."""
     core = [package for package in packages.needed_packages() if not package.extra]
     found = (*packages.check_packages(core), *machine.check_disk(machine.read_disk(folder)))
     return (finding for finding in found if finding.severity is Severity.PROBLEM)
 
 
 def run_findings(loaded: LoadedConfig, refused: ConfigError | None = None) -> list[Finding]:
-    """Of the run; `refused` is what its configuration was refused for. Each is there once, with the
-    place of its setting.
+    """Findings about the run; `refused` is the error that refused its configuration. Each finding
+    appears once, with the place of its setting.
 
     Runs the user's files, whose output goes to standard error.
     """
@@ -142,7 +145,7 @@ def run_findings(loaded: LoadedConfig, refused: ConfigError | None = None) -> li
 
 
 def refusals(found: Sequence[Finding]) -> list[str]:
-    """The sentences of what keeps the run from starting."""
+    """The sentences that say what keeps the run from starting."""
     return [str(finding) for finding in found if _refuses(finding)]
 
 
@@ -160,8 +163,8 @@ def _exit_code(found: Sequence[Finding]) -> int:
 def _print(
     found: Sequence[Finding], *, is_brief: bool, is_json: bool = False, prefix: str = ""
 ) -> None:
-    """By area; `is_brief` leaves out what is in order. The prefix makes comments of all lines, of
-    which the last one counts."""
+    """Print findings by area; `is_brief` leaves out what is in order. The prefix turns all lines
+    into comments; the last line has the counts."""
     if is_json:
         print(json.dumps(msgspec.to_builtins(found)))
         return
@@ -173,7 +176,7 @@ def _print(
                 console.print(Text(prefix).append_text(line))
         if prefix or not is_brief:
             console.print(f"{prefix}{_counted(found)}")
-    # Not the console's own printing, which does not tell that the reader has gone.
+    # Not printed by the console itself, which would hide that the reader of a pipe has gone.
     print(captured.get(), end="")
 
 
@@ -188,7 +191,7 @@ def _lines(area: Area, found: Sequence[Finding]) -> Iterator[Text]:
 
 
 def _counted(found: Sequence[Finding]) -> str:
-    """With what was looked at, since areas without either are not shown.
+    """The counts, and the areas that were checked, since areas without findings are not shown.
 
     >>> _counted([Area.DATA.warning("a"), Area.MACHINE.ok("b")])
     '0 problems, 1 warning; looked at: machine, data'

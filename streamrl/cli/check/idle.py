@@ -1,8 +1,8 @@
-"""Settings that were given and that nothing reads beside the others of this configuration.
+"""Settings that were given but have no effect in this configuration.
 
-A new one is a line in `_idle`, or in `_refused` where no other run could mean it: whether it is
-so, the settings, and what would make them act. A setting with its default is not said, whoever has
-written it. What cannot act in the algorithm is refused by the configuration itself, see
+A new case is a line in `_idle`, or in `_refused` if it cannot be meant for any run: the condition,
+the settings, and what would make them act. A setting at its default is not reported, even if it was
+written. Settings of the algorithm without effect are refused by the configuration itself; see
 `streamrl.config.algorithm.inert`.
 """
 
@@ -19,11 +19,12 @@ _VALIDATION = (
     "pass_reward generator keep"
 )
 _Line: TypeAlias = tuple[bool, str, str, str]
-"""Whether it is so, the section, its settings, and why."""
+"""The condition, the section, its settings, and why."""
 
 
 def check_idle(config: RunConfig) -> Iterator[Finding]:
-    """A warning for what may be meant for another engine, or for a run that goes on."""
+    """A warning for settings that may be meant for another engine, or for a run that is
+    continued."""
     last = config.run.max_steps
     if late := [step for step in config.learner.profiler.steps if step > last]:
         yield CONFIGURATION.warning(

@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 def call(*arguments: str, fork_server: ForkServer | None = None) -> str:
-    """Run `streamrl` with these arguments to its end; its standard output.
+    """Run `streamrl` with these arguments; its standard output.
 
     Waits as long as the command runs; its messages go to standard error. A signal that ends this
     process ends the command, too.
 
     Raises:
-        StreamRLError: it failed; of the failure's kind, with the command's own sentence.
+        StreamRLError: it failed; with the kind and message of the command's error.
     """
     with signals_raise(), ErrorPipe() as pipe, tempfile.TemporaryFile("w+") as output:
         to = Descriptors(output.fileno(), _STANDARD_ERROR, pipe.descriptor)
@@ -51,8 +51,8 @@ async def _run(
     to: Descriptors,
     fork_server: ForkServer | None,
 ) -> int:
-    """Its exit code. If this is cancelled the process and those that it has started are ended:
-    killed after GRACE_PERIOD_S, or at once if it is cancelled again."""
+    """The exit code. If cancelled, it ends the process and those that it started: killed after
+    GRACE_PERIOD_S, or at once if cancelled again."""
     process = await start(command, environment, to, fork_server, asyncio.Event())
     assert process is not None, "nobody stops it"
     try:
@@ -82,7 +82,7 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """SIGTERM, and a terminal that closes, end the block as Ctrl-C does."""
+    """SIGTERM and a closing terminal end the block as Ctrl-C does."""
     numbers = [number for number in ending_signals() if number is not signal.SIGINT]
     before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
@@ -100,7 +100,7 @@ def _interrupt(number: int, _: FrameType | None) -> None:
 
 
 def hear(number: signal.Signals) -> None:
-    """To a terminal that has gone, write no more: that would fail."""
+    """Do not write to a terminal that has gone: that would fail."""
     for output in (1, 2) if number is signal.SIGHUP else ():
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
@@ -110,8 +110,8 @@ def hear(number: signal.Signals) -> None:
 
 @contextmanager
 def on_orders(react: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Calls `react` in the running loop at each order to end. After the block signals do what they
-    did before, but for SIGHUP where it came: the second one may come late, and ends nothing."""
+    """Call `react` in the running loop at each order to end. After the block signals do what they
+    did before, except SIGHUP if it came: a second one may come late, and ends nothing."""
     loop, orders = asyncio.get_running_loop(), Orders()
     heard: set[signal.Signals] = set()
 
@@ -134,7 +134,7 @@ def on_orders(react: Callable[[signal.Signals], object]) -> Iterator[None]:
 
 
 async def unless_signaled(work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. Raises Interrupted if a signal came first, which cancels it."""
+    """The work's result. If a signal comes first, cancels the work and raises Interrupted."""
     task = asyncio.ensure_future(work)
     signaled: list[signal.Signals] = []
 

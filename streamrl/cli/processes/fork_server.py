@@ -1,11 +1,11 @@
-"""Commands of this machine as forks of one process that has imported what they need.
+"""Starts commands on this machine as forks of one process that has imported what they need.
 
-The server imports torch and transformers while the launch checks and plans; a daemon forked from
-it begins at once and shares its memory.
+The server imports torch and transformers while the launch checks and plans; a daemon forked from it
+starts at once and shares its memory.
 
-Invariant: a forked command is what an executed one would be: a child of the launcher, with its
-arguments, environment, output, session and exit code. Where there is no server, or it has failed,
-the command is executed. A machine with GPUs has none: a fork may break their drivers.
+Invariant: a forked command is like an executed one: a child of the launcher, with its own
+arguments, environment, output, session and exit code. Without a server, or after it failed,
+commands are executed. On a machine with GPUs there is none: a fork may break their drivers.
 
 The server waits for a request or for the end of the launcher, which ends it. It forks twice: the
 first fork ends, so that the launcher, a reaper of orphans for that moment, has the second one as
@@ -96,7 +96,7 @@ class ForkServer:
     """The launcher's side: `fork` starts a command, `close` ends the server, not its commands."""
 
     def __init__(self) -> None:
-        """Begin to import what the daemons are. Waits for nothing."""
+        """Begin to import the daemons. Waits for nothing."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._turn = asyncio.Lock()
         modules = [*(COMMANDS[role].entry.partition(":")[0] for role in _SHARED), *_CHOSEN]
@@ -119,8 +119,8 @@ class ForkServer:
         descriptors: Descriptors,
         stopping: asyncio.Event,
     ) -> ForkedProcess | None:
-        """Start a command line of `streamrl`. Waits for the server's imports; None if there is no
-        server any more, or `stopping` is set before."""
+        """Start a command line of `streamrl`. Waits for the server's imports; None if the server is
+        gone, or `stopping` is set first."""
         async with self._turn:
             if stopping.is_set():
                 return None
@@ -139,11 +139,12 @@ class ForkServer:
     def _asked(
         self, command: Sequence[str], environment: Mapping[str, str], descriptors: Descriptors
     ) -> Iterator[int]:
-        """A pipe that has the number of the process, or its end if there will be none."""
+        """A pipe that will yield the process id, or just end if there will be no process."""
         request = _Request(list(command), dict(environment), os.getpid())
         answer, theirs = os.pipe()
         try:
-            # Of what is too long, or no text, the server gets nothing, and answers with an end.
+            # If the request is too long or not text, the server gets nothing and just closes the
+            # pipe.
             with suppress(OSError, ValueError):
                 message = msgspec.json.encode(request)
                 socket.send_fds(self._socket, [message], [*descriptors, theirs])
@@ -153,14 +154,14 @@ class ForkServer:
             os.close(answer)
 
     def close(self) -> None:
-        """Has no effect a second time."""
+        """May be called again without effect."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """`streamrl launch`: what it imports, checks and plans is done beside the server's imports."""
+    """`streamrl launch`: imports, checks and plans while the server imports."""
     with forking() as fork_server:
         code: int = import_command("streamrl.cli.launch").main(arguments, fork_server)
         return code
@@ -168,7 +169,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def forking() -> Iterator[ForkServer | None]:
-    """A server until the end of the block; None on a system that lacks what it needs."""
+    """A server for the block; None on a system that lacks what it needs."""
     if not _can_fork():
         yield None
         return
@@ -195,7 +196,7 @@ async def start(
     fork_server: ForkServer | None,
     stopping: asyncio.Event,
 ) -> asyncio.subprocess.Process | ForkedProcess | None:
-    """A command line of `streamrl`, forked where there is a server; None if it is to stop before it
+    """Start a command line of `streamrl`, forked if there is a server; None if stopped before it
     could begin."""
     if fork_server is not None:
         forked = await fork_server.fork(command, environment, descriptors, stopping)
@@ -224,8 +225,8 @@ async def _readable(descriptor: int) -> None:
 
 @contextmanager
 def _reaper_of_orphans() -> Iterator[None]:
-    """Within it this process, not the first of the machine, gets the children of its descendants
-    that end."""
+    """Within the block, orphaned descendants become children of this process instead of process
+    1."""
     prctl = CDLL(None).prctl
     prctl(c_int(_PR_SET_CHILD_SUBREAPER), 1)
     try:
@@ -235,7 +236,8 @@ def _reaper_of_orphans() -> Iterator[None]:
 
 
 def _serve(connection: socket.socket) -> tuple[_Request, list[int]]:
-    """In the server this never returns; in a forked process its request and descriptors."""
+    """Serve. Never returns in the server; returns its request and descriptors in each forked
+    process."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, _MAX_BYTES, 4)
         if not message:
@@ -272,7 +274,7 @@ def _become(request: _Request, descriptors: Descriptors, answer: int) -> None:
     os.environ[ERROR_FILE_VARIABLE] = f"/dev/fd/{descriptors.record}"
     sys.argv = request.command
     _show(request.command)
-    # What was read at the import of a library.
+    # Libraries read these at their import.
     torch.set_num_threads(num_threads(otherwise=torch.get_num_threads()))
     numpy.random.seed()
     try:
@@ -283,7 +285,7 @@ def _become(request: _Request, descriptors: Descriptors, answer: int) -> None:
 
 
 def _show(command: Sequence[str]) -> None:
-    """Make the command line what `ps` shows; proc(5) says where the kernel reads it."""
+    """Make `ps` show the command line; proc(5) says where the kernel reads it."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     line = "\0".join(command).encode()[: end - start - 1]
@@ -300,8 +302,8 @@ def _main() -> NoReturn:
                 stream.flush()
         os._exit(code)
 
-    # Registered first, so called last, in place of the interpreter's own end: that takes apart what
-    # the processes share, and so gives each its own copy.
+    # Registered first, so called last, instead of the interpreter's own shutdown, which would write
+    # to, and so copy, memory that the processes share.
     atexit.register(leave)
     _, number, *modules, _ = sys.argv
     connection = socket.socket(fileno=int(number))

@@ -7,8 +7,8 @@
     else                             up to `max_restarts` times within `restart_window_s`, and as
                                      often without a new step, after a back-off
 
-A start may take longer than the window divided by the restarts, so restarts that brought no step
-stay counted. Steps that are trained again after a restart are not new ones.
+A start may take longer than the window divided by the number of restarts, so restarts without a new
+step stay counted. Steps trained again after a restart do not count as new.
 
 Invariant: no child outlives the launcher (each watches its parent, see `streamrl.service`), and a
 failure that a restart cannot change ends the launch with the child's own sentence.
@@ -44,11 +44,12 @@ from streamrl.run_folder import note_restart
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 HEALTHY_S = 60.0
-"""A process that ran so long is started again after the first delay."""
+"""After running this long, a process is started again after the first (shortest) delay."""
 
 
 class RestartBudget:
-    """That of one process; `step` is the newest step of the run when the launch begins."""
+    """The restarts that one process may have; `step` is the run's newest step when the launch
+    begins."""
 
     def __init__(
         self, settings: RunSettings, step: int, clock: Callable[[], float] = time.monotonic
@@ -66,10 +67,11 @@ class RestartBudget:
         self._started_s = self._clock()
 
     def delay_s(self, exit_code: int, record: ErrorRecord | None, step: int) -> float:
-        """Seconds until the next start of a process that failed, while the run is at this step.
+        """The delay in seconds before starting a failed process again, while the run is at this
+        step.
 
         Raises:
-            StreamRLError: of the failure's kind: it is not started again.
+            StreamRLError: of the failure's kind, if it is not to be started again.
         """
         now_s, sentence = self._clock(), sentence_of(exit_code, record)
         if step > self._newest_step:
@@ -92,7 +94,7 @@ class RestartBudget:
         return min(FIRST_DELAY_S * 2.0 ** max(0, self._num_short - 1), LONGEST_DELAY_S)
 
     def _may_help(self, exit_code: int, record: ErrorRecord | None) -> bool:
-        """Whether a restart can end otherwise than this start did."""
+        """Whether a restart could end differently."""
         if exit_code in (EXIT_CONFIG, EXIT_FENCED, EXIT_DIVERGED):
             return False
         origin = record.origin if record else ""
@@ -108,8 +110,8 @@ class Child:
     """One daemon of the launch; commands and environment are those of the plan.
 
     `read_step` returns the newest step of the run, `notify` gets a sentence for each restart. The
-    run goes on without a child that `is_optional`; a failure of one that `is_strict` is raised,
-    whatever a restart might change. With a `fork_server` the process is forked from it.
+    run goes on without a child that `is_optional`; the failure of one that `is_strict` is raised
+    without a restart. With a `fork_server` the process is forked from it.
     """
 
     role: str
@@ -127,15 +129,15 @@ class Child:
     process: asyncio.subprocess.Process | ForkedProcess | None = None
     num_restarts: int = 0
     failure: StreamRLError | None = None
-    """For which the run went on without it."""
+    """The failure for which the run went on without this child."""
     state: str = "starting"
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def supervise(self) -> int:
-        """Start the process, again after each failure; its last exit code. Waits for its end.
+        """Start the process, and again after each failure; its last exit code. Waits for its end.
 
         Raises:
-            StreamRLError: it failed and is not started again; the error is of the failure's kind.
+            StreamRLError: of the failure's kind, if it failed and is not started again.
         """
         while True:
             code, record = await self._run()
@@ -167,7 +169,7 @@ class Child:
                 return code
 
     async def _on_end(self, code: int) -> None:
-        """For those that have more to do when the process has ended."""
+        """A hook for subclasses when the process has ended."""
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send the signal; the process is not restarted."""
@@ -177,7 +179,7 @@ class Child:
                 self.process.send_signal(number)
 
     def begin_stop(self) -> None:
-        """Start the process no more, and show one that runs as stopping."""
+        """Do not start the process again; show a running one as stopping."""
         self.stopping.set()
         if self.state == "running":
             self.state = "stopping"
@@ -187,7 +189,7 @@ class Child:
         return self.restart_command if self.num_restarts else self.command
 
     async def _run(self) -> tuple[int, ErrorRecord | None]:
-        """Exit code and last sentence of a process that is started here. Waits for its end."""
+        """Start the process; its exit code and its error's sentence. Waits for its end."""
         with ErrorPipe() as pipe:
             command = (executable(), *self._next_command[1:])
             planned = without_chosen(self.environment, os.environ)
@@ -206,7 +208,7 @@ class Child:
             return await self.process.wait(), pipe.read()
 
     def _log(self, sentence: str) -> None:
-        """Into the process's log, which does not tell of a kill."""
+        """Write into the process's log, which would not mention a kill."""
         line = launcher_line(self.role, sentence, self.log_format)
         with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as output:
             print(line, file=output)
@@ -220,7 +222,7 @@ class Child:
 
 
 def launcher_line(role: str, sentence: str, log_format: str) -> str:
-    """A line for the log of a process, by whoever starts it."""
+    """A line that whoever starts a process writes into its log."""
     if log_format == "json":
         return json_line(role, "error", "launcher", sentence, time_s=time.time())
     return f"{time.strftime('%Y-%m-%d %H:%M:%S')} launcher: {role} {sentence}"

@@ -1,9 +1,9 @@
-"""What every launch does before and after the daemons of a run, and the commands that it runs once.
+"""What every launch does before and after running the daemons, and the commands that it runs once.
 
-Invariant: commands get the run's configuration as it was resolved, in the run's folder. While a
-launch lives, no other one changes the run's folder, on this machine or on others that share the
-file system: the lock is beside the folder, which `--new` moves, and ends with the process, however
-that ends. Called by `streamrl.cli.launch` and by the launchers, by chaos and by soak.
+Invariant: commands get the run's resolved configuration, from the run's folder. While a launch
+lives, no other launch changes the run's folder, here or on other machines that share the file
+system. The lock is beside the folder, since `--new` moves that, and is released when the process
+ends, in whatever way. Called by `streamrl.cli.launch`, by the launchers, by chaos and by soak.
 """
 
 import argparse
@@ -37,8 +37,8 @@ _POLL_S = 1.0
 
 @contextmanager
 def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Holds the run of this folder. Waits `wait_s` at most for another launch to end: a file server
-    keeps the lock of a machine that is gone for a while.
+    """Lock the run in this folder for the block. Waits at most `wait_s` for another launch to end:
+    a file server keeps the lock of a lost machine for a while.
 
     Raises:
         ConfigError: another launch of it is under way, or the lock cannot be written.
@@ -47,7 +47,7 @@ def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     try:
         if not file.parent.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            # Whoever may write runs there may lock them; some file systems have no modes.
+            # Whoever may write runs there may lock them. Some file systems have no modes.
             with suppress(OSError):
                 file.parent.chmod(folder.parent.stat().st_mode & 0o7777)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -87,14 +87,14 @@ def _held(descriptor: int, folder: Path) -> str:
 def call_for(
     config: RunConfig, command: str, *arguments: str, fork_server: ForkServer | None = None
 ) -> str:
-    """`call`, with the configuration of the run."""
+    """Run a command of `streamrl` with the run's configuration; its output."""
     file = str(config.run.path / RESOLVED_FILE)
     return call(*command.split(), *arguments, "--config", file, fork_server=fork_server)
 
 
 def books_option(*, resume: bool, new: bool) -> str | None:
-    """Of `streamrl buffer books` before a run in Redis, which outlives its runs: a new run is
-    refused where the learner would be, before anything starts. None where one goes on."""
+    """The option of `streamrl buffer books` before a run in Redis, which outlives runs: a new run
+    is refused before anything starts, as the learner would be later. None if a run is continued."""
     return None if resume else "--forget" if new else "--require-none"
 
 
@@ -115,9 +115,10 @@ def launching(
     are_rows_checked: bool = False,
     wait_s: float = 0.0,
 ) -> Iterator[tuple[RunConfig, Mirror | None]]:
-    """Around every launch: the configuration with the run's folder prepared, and its mirror.
+    """The frame of every launch: yields the configuration, with the run's folder prepared, and the
+    mirror.
 
-    `wait_s` is that of `sole_launch`, and what stands before it those of `prepare`.
+    `wait_s` is for `sole_launch`, the arguments before it are for `prepare`.
     """
     resume, new = arguments.resume, arguments.new
     with sole_launch(config.run.path, wait_s):
@@ -143,7 +144,7 @@ def launching(
 
 
 def _next_prompt_index(folder: Path) -> int:
-    """The first prompt that nobody has been lent, by all that is known here of the run's books."""
+    """The first prompt that was never leased, by all books of the run that are known here."""
     checkpoint = newest(folder, contents=False)
     books = (read_books(folder), None if checkpoint is None else checkpoint.books)
     known = [of.next_prompt_index for of in books if of is not None]
@@ -158,22 +159,22 @@ def _next_prompt_index(folder: Path) -> int:
 def make_missing_model(
     config: RunConfig, console: Console, fork_server: ForkServer | None = None
 ) -> None:
-    """That of `model.recipe`, here."""
+    """Make the model of `model.recipe` on this machine, if it is missing."""
     if config.model.missing is not None:
         console.print(f"making {config.model.path} of model.recipe")
         call_for(config, "get-model", fork_server=fork_server)
 
 
 def evaluate_final(config: RunConfig, fork_server: ForkServer | None = None) -> None:
-    """`evaluation.json` of the final checkpoint, if it is evaluated."""
+    """Write `evaluation.json` for the final checkpoint, if the run evaluates it."""
     with evaluation_may_fail():
         if config.is_evaluated and not take_validated_score(config):
             call_for(config, "evaluate", fork_server=fork_server)
 
 
 def take_validated_score(config: RunConfig) -> bool:
-    """Write to `evaluation.json` what the validator has found for the final checkpoint; False where
-    it has not, or has sampled otherwise than `streamrl evaluate` does."""
+    """Write the validator's score of the final checkpoint to `evaluation.json`; false if there is
+    none, or it sampled differently from `streamrl evaluate`."""
     checkpoint = newest(config.run.path, contents=False)
     if checkpoint is None or not config.final_is_validated:
         return False
@@ -195,7 +196,7 @@ def take_validated_score(config: RunConfig) -> bool:
 
 @contextmanager
 def evaluation_may_fail() -> Iterator[None]:
-    """Around the evaluation of the final checkpoint: its failure does not fail the run."""
+    """Wraps the evaluation of the final checkpoint: its failure does not fail the run."""
     try:
         yield
     except StreamRLError as error:
