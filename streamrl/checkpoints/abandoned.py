@@ -40,10 +40,10 @@ class Abandoned(Struct, frozen=True, kw_only=True):
 def begin(
     run: Path, history: History, policy_version: int, reason: str, files: Sequence[Path]
 ) -> Abandoned | None:
-    """Make a history at this version the surviving one, and set aside what is not of it.
+    """Make a history at this version the surviving one, and set aside what does not belong to it.
 
-    Copies these `files` of the run's folder with the checkpoints, those that there are, and changes
-    nothing of them. May be repeated after an error or a kill.
+    Copies those `files` of the run's folder that exist along with the checkpoints, without changing
+    them. May be repeated after an error or a kill.
 
     Returns:
         What was set aside, None if there was nothing.

@@ -84,10 +84,10 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def newest(run: Path, *, contents: bool = True) -> Checkpoint | None:
-    """The checkpoint that the run in this folder continues from; None for one that has none yet.
+    """The checkpoint that the run in this folder continues from; None if there is none yet.
 
-    That is the newest complete one of its history. One that it started from counts, wherever it is.
-    One that cannot be read is not passed over: its steps would be abandoned.
+    It is the newest complete one of the run's history; the one that the run started from counts,
+    wherever it is. An unreadable one is not skipped, since its steps would be abandoned.
 
     Raises:
         ConfigError: there are checkpoints, and none is complete.
@@ -164,7 +164,7 @@ def is_taken(run: Path, resume: Path) -> bool:
 
 
 def foreign(run: Path, history: History, last_version: int) -> Iterator[Path]:
-    """The checkpoints in the run's folder that do not belong to a history that is at this version.
+    """The checkpoints in the run's folder that do not belong to a history at this version.
 
     One that does not say whose it is may belong to it up to this version.
     """

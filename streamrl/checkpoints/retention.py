@@ -34,10 +34,11 @@ def delete_older(
     settings: CheckpointSettings,
     validated: Validated,
 ) -> None:
-    """Those that are not kept once this version is saved; what cannot be deleted is left there.
+    """Delete the checkpoints that are not kept once this version is saved; what cannot be deleted
+    stays.
 
-    Those of versions that are being validated are kept: they may be the best. One that cannot be
-    read at present may be, too.
+    Those of versions being validated are kept, since they may be the best; so may one that cannot
+    be read at present.
     """
     try:
         others = set(foreign(run, history, policy_version))

@@ -25,7 +25,7 @@ class GeneratorBuffer(Protocol):
     async def lease(
         self, lease_ids: Sequence[str], generator_id: str, wait_s: float, learner_id: str = ""
     ) -> tuple[Lease, ...]:
-        """Leases with these ids, each the right to generate one group: as many as are admitted.
+        """Leases with these ids, as many as are admitted; each is the right to generate one group.
 
         Waits until one is admitted; () if none is within `wait_s`. The caller chooses the ids; a
         repeated call with the same ids returns the same leases, and may add some. If several
@@ -129,8 +129,8 @@ class LearnerBuffer(Protocol):
     async def advance(self, policy_version: int, steered_bound: int = 0) -> BufferStats:
         """The optimizer step that made this version has used its batch; returns the new stats.
 
-        Of a run whose bound on staleness is steered, leases are granted under `steered_bound`, in
-        versions, from here on; another run ignores it.
+        If the run steers the bound on staleness, leases are granted under `steered_bound`, in
+        versions, from now on; otherwise it is ignored.
         """
         ...
 
