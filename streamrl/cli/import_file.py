@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from streamrl.cli.check.idle import check_idle
+from streamrl.cli.check.unused_settings import check_unused_settings
 from streamrl.config.loading.explain import explain, is_at
 from streamrl.config.loading.foreign_names import (
     IMPORTED,
@@ -365,7 +365,7 @@ def _problem(settings: Mapping[str, Any]) -> str:
     """What a run with these settings is refused with; "" if it is not."""
     try:
         counted_later = {k: v for k, v in settings.items() if k != "run.total_epochs"}
-        found = check_idle(RunConfig.model_validate(_tree(counted_later)))
+        found = check_unused_settings(RunConfig.model_validate(_tree(counted_later)))
         return "\n".join(one.sentence for one in found if one.severity is Severity.PROBLEM)
     except ValidationError as error:
         return str(explain(error, RunConfig))

@@ -31,8 +31,8 @@ from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.config.loading.load import config_file, load_usable
 from streamrl.config.secrets import hand_down
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
+from streamrl.placement.make_plan import make_plan
 from streamrl.run_folder import require_own_folder, resume_command
 
 # Set in pods made for torchrun, such as Kubeflow's.

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from streamrl.config.loading.load import configuration
-from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
+from streamrl.placement.make_plan import make_plan
 from streamrl.placement.plan import Device, Host, Plan, gib
 
 

@@ -11,8 +11,8 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic_core import InitErrorDetails
 
 from streamrl.config.algorithm import AlgorithmSettings
-from streamrl.config.algorithm.inert import refusals
 from streamrl.config.algorithm.losses import LossSettings
+from streamrl.config.algorithm.unused_settings import refusals
 from streamrl.config.buffer import BufferSettings
 from streamrl.config.contradictions import contradictions
 from streamrl.config.data import DataSettings

@@ -5,7 +5,7 @@ of its host, with the configuration of the plan in `run.path/config.yaml` there,
 same. Who starts the processes (here, Ray, Slurm) takes them from a plan and adds nothing that
 changes what they compute.
 
-`streamrl.placement.assign` makes plans; the launchers of `streamrl.cli` read them.
+`streamrl.placement.make_plan` makes plans; the launchers of `streamrl.cli` read them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

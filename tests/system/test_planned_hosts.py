@@ -12,7 +12,7 @@ import pytest
 
 from streamrl.cli.new import keys as make_keys
 from streamrl.config import load_config, to_yaml
-from streamrl.placement.assign import make_plan
+from streamrl.placement.make_plan import make_plan
 from streamrl.placement.plan import Host, Plan, PlannedProcess
 from streamrl.tracking.jsonl import read_metrics
 from tests.ports import free_port

@@ -27,8 +27,8 @@ from streamrl.errors import (
     StreamRLError,
     TransportError,
 )
-from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
+from streamrl.placement.make_plan import make_plan
 from tests.standins.streamrl_command import DEAF, WAIT, starts_of, write_command
 from tests.waiting import block_until, until
 

@@ -17,8 +17,8 @@ from streamrl.cli.processes.daemons import make_children
 from streamrl.cli.processes.restarts import Child
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
-from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
+from streamrl.placement.make_plan import make_plan
 from streamrl.run_folder import prepare
 
 

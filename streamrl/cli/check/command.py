@@ -27,7 +27,15 @@ from rich.text import Text
 
 from actors.sandbox.isolation import KINDS
 from actors.sandbox.sandbox import why_not
-from streamrl.cli.check import data, idle, machine, model, network, packages, settings
+from streamrl.cli.check import (
+    data,
+    machine,
+    model,
+    network,
+    packages,
+    settings,
+    unused_settings,
+)
 from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.config import LoadedConfig, RunConfig, render
 from streamrl.config.addresses import is_loopback
@@ -47,7 +55,7 @@ _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     model.check_model,
     data.check_data,
     settings.check_engine_device,
-    idle.check_idle,
+    unused_settings.check_unused_settings,
     data.check_user_code,
     data.check_sandbox,
     packages.check_extras,

@@ -19,9 +19,9 @@ from streamrl.config.addresses import is_loopback
 from streamrl.errors import ConfigError
 from streamrl.findings import CONFIGURATION, MEMORY, Finding
 from streamrl.model_folder import local_folder
-from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine, torch_has_cuda
 from streamrl.placement.limits import expert_bytes, require_liger
+from streamrl.placement.make_plan import make_plan
 from streamrl.placement.memory import DoesNotFitError, LearnerMemory, ModelShape
 from streamrl.placement.plan import Plan, gib
 from streamrl.placement.seats import counted, devices_per_engine

@@ -57,8 +57,8 @@ from streamrl.errors import (
     StreamRLError,
     read_record,
 )
-from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import this_machine
+from streamrl.placement.make_plan import make_plan
 from streamrl.placement.plan import Host, Plan, PlannedProcess, without_chosen
 
 # A node that has failed may hold the run's lock until the file server's lease of it ends.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamrl import __version__
-from streamrl.config.algorithm.inert import inert_settings
+from streamrl.config.algorithm.unused_settings import unused_settings
 from streamrl.config.loading.load import WRITTEN_BY, LoadedConfig
 from streamrl.config.loading.sources import dump
 from streamrl.config.run_config import RunConfig
@@ -61,7 +61,7 @@ def to_yaml(config: RunConfig) -> str:
     """The resolved configuration as a file that `load_config` reads back to the same: without
     settings that have no effect, which would be refused. The first line names the release."""
     values = config.model_dump(mode="json")
-    for section, name, _ in inert_settings(config.algorithm, config.learner.num_updates):
+    for section, name, _ in unused_settings(config.algorithm, config.learner.num_updates):
         algorithm = values["algorithm"]
         if algorithm[section][name] is None:
             continue

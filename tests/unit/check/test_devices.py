@@ -12,8 +12,8 @@ from streamrl.cli.plan import print_plan
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.findings import MEMORY, Finding, Severity
-from streamrl.placement.assign import make_plan
 from streamrl.placement.hosts import visible_alone
+from streamrl.placement.make_plan import make_plan
 from streamrl.placement.plan import Host
 from tests.unit.placement.plans import configured, one_host
 

@@ -16,7 +16,7 @@ from streamrl.cli.launchers.ray.bundles import (
 from streamrl.cli.launchers.ray.files import MAX_BYTES, archive, handed_on, required
 from streamrl.config.generator import GeneratorSettings
 from streamrl.errors import ConfigError
-from streamrl.placement.assign import make_plan
+from streamrl.placement.make_plan import make_plan
 from tests.unit.placement.plans import configured
 
 VLLM = {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}}

@@ -17,7 +17,7 @@ from streamrl.config.learner import LoraSettings
 from streamrl.errors import ConfigError
 from streamrl.findings import MEMORY, Severity
 from streamrl.model_folder import ModelFolder
-from streamrl.placement.assign import make_plan
+from streamrl.placement.make_plan import make_plan
 from streamrl.placement.memory import (
     LearnerMemory,
     ModelShape,

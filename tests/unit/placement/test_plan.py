@@ -11,7 +11,7 @@ from streamrl.cli.plan import print_plan
 from streamrl.cli.processes import restarts
 from streamrl.cli.processes.daemons import make_children
 from streamrl.errors import ConfigError
-from streamrl.placement.assign import make_plan
+from streamrl.placement.make_plan import make_plan
 from streamrl.placement.memory import Fit
 from streamrl.placement.plan import Device, Host, Plan
 from streamrl.placement.seats import Seat

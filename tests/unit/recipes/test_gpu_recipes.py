@@ -11,7 +11,7 @@ from actors.rewards.builtin import numeric_answer
 from streamrl.cli.new import recipes
 from streamrl.config import RunConfig, load_config
 from streamrl.interfaces import Episode
-from streamrl.placement.assign import make_plan
+from streamrl.placement.make_plan import make_plan
 from streamrl.placement.plan import Plan
 from streamrl.types import FinishReason
 from tests.unit.placement.plans import one_host, several

@@ -51,7 +51,7 @@ from streamrl.errors import (
     error_of,
     sentence_of,
 )
-from streamrl.placement.assign import make_plan
+from streamrl.placement.make_plan import make_plan
 from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.run_folder import resume_command
 

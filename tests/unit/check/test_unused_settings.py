@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli.check.idle import _idle, check_idle, default_of
+from streamrl.cli.check.unused_settings import _unused, check_unused_settings, default_of
 from streamrl.config import RunConfig
 from streamrl.config.loading.load import with_setting
 from streamrl.config.loading.sources import from_override
@@ -40,15 +40,15 @@ IDLE = [
 
 @pytest.mark.parametrize(("setting", "reader"), IDLE)
 def test_what_nothing_reads_is_said_until_something_does(setting, reader):
-    (found,) = check_idle(config(setting))
+    (found,) = check_unused_settings(config(setting))
     assert found.sentence.startswith(f"{setting.partition('=')[0]}: ")
-    assert list(check_idle(config(setting, reader))) == []
+    assert list(check_unused_settings(config(setting, reader))) == []
 
 
 def test_every_setting_that_is_looked_at_is_one():
     default = config()
-    for _, place, names, _ in _idle(default):
+    for _, place, names, _ in _unused(default):
         section = attrgetter(place)(default)
         for name in names.split():
             assert getattr(section, name) == default_of(section, name)
-    assert list(check_idle(default)) == []
+    assert list(check_unused_settings(default)) == []

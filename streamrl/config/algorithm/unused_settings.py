@@ -36,7 +36,7 @@ _OF_ADVANTAGES = RATIO_SETTINGS - PENALTY_SETTINGS | {
 }
 
 
-def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[tuple[str, str, str]]:
+def unused_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[tuple[str, str, str]]:
     """Section, name and reason of each setting that has no effect with so many updates per batch,
     whether it is set or not; the reason says what would give it one."""
     rows = (
@@ -51,7 +51,7 @@ def inert_settings(config: AlgorithmSettings, num_updates: int) -> Iterator[tupl
 
 def refusals(config: AlgorithmSettings, num_updates: int) -> Iterator[InitErrorDetails]:
     """A sentence for each setting without effect that was set by hand."""
-    for section, name, sentence in inert_settings(config, num_updates):
+    for section, name, sentence in unused_settings(config, num_updates):
         record: Any = getattr(config, section)
         is_set = section in config.model_fields_set and name in record.model_fields_set
         value = getattr(record, name)

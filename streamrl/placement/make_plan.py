@@ -1,10 +1,9 @@
-"""The plan of a run: seats, then addresses, then the command and the environment of each process.
+"""Makes the plan of a run: seats, then addresses, then the command and environment of each process.
 
-Invariant: the same configuration, hosts and model give the same plan; nothing is read but the
-model's config.json and the headers of its files. A plan that exists can start, as far as settings
-and sizes tell. A command is what a person would type in the working folder of the host. On several
-hosts `buffer.url` and `weights.address` are addresses of hosts, with ports that are known before
-anything starts.
+Invariant: the same configuration, hosts and model give the same plan; only the model's config.json
+and the headers of its files are read. A plan can start, as far as settings and sizes tell. A
+command is what a person would type in the host's working folder. On several hosts `buffer.url` and
+`weights.address` are addresses of hosts, with ports that are known before anything starts.
 """
 
 from collections import Counter
@@ -22,14 +21,14 @@ from streamrl.placement.plan import Host, Plan, PlannedProcess
 from streamrl.placement.seats import Seat, seats
 
 _PORTS: dict[HostRole, int] = {"buffer": 0, "learner": 1}
-"""What is added to `cluster.first_port` for the address of a role."""
+"""Added to `cluster.first_port` for the address of each role."""
 _RANKS = 2
 """The same for the port where ranks of several hosts find each other, on the host of the first."""
 
 
 def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
-    """The configuration with addresses that all of the seats can use. Raises ConfigError if the
-    seats are on several hosts, and only one of them reaches Redis."""
+    """The configuration with addresses that all seats can use. Raises ConfigError if the seats are
+    on several hosts, but only one of them reaches Redis."""
     if len({seat.host.name for seat in seats}) == 1:
         return config
     address = _address(config, config.weights.address, "learner", seats)
@@ -45,7 +44,7 @@ def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
 
 
 def _address(config: RunConfig, url: str, role: HostRole, seats: Sequence[Seat]) -> str:
-    """The URL where the first process of the role listens; as it is, where none is of the role."""
+    """The URL where the first process of the role listens; unchanged if the role has none."""
     if all(seat.role != role for seat in seats):
         return url
     scheme, _, place = url.partition("://")
@@ -60,7 +59,7 @@ _RENDEZVOUS_S = 900
 
 @dataclass(frozen=True)
 class Commands:
-    """Makes processes of the seats of one run."""
+    """Makes the processes for the seats of one run."""
 
     config: RunConfig
     seats: Sequence[Seat]
@@ -93,9 +92,9 @@ class Commands:
         return (*ranks, "streamrl", seat.role, "--config", file, *name, *overrides)
 
     def _torchrun(self, seat: Seat) -> tuple[str, ...]:
-        """Before the command of a learner whose ranks are on several hosts.
+        """The torchrun part of the command of a learner with ranks on several hosts.
 
-        Rank 0 has to be where `weights.address` is, so the hosts' order is given: without
+        Rank 0 has to be where `weights.address` is, so the order of hosts is given: without
         --node-rank torchrun sorts hosts by their addresses.
         """
         learners = [other for other in self.seats if other.role == "learner"]
@@ -120,12 +119,13 @@ class Commands:
         host = seat.host
         found: dict[str, str] = {}
         if seat.devices and host.is_counted:
-            # A device that a setting has chosen is counted among all of the host's.
+            # A device chosen by a setting is numbered among all of the host's.
             shown = range(len(host.devices)) if seat.is_pinned else seat.devices
             visible = ",".join(host.devices[index].visible_as for index in shown)
             found["CUDA_VISIBLE_DEVICES"] = visible
         if host.num_cores:
-            # Its share of the cores; that of all ranks for a learner that starts them itself.
+            # Its share of the cores; for a learner that starts its ranks itself, the share of all
+            # ranks.
             starts_ranks = seat.role == "learner" and not self._torchrun(seat)
             cores = host.num_cores * (seat.num_ranks if starts_ranks else 1)
             num_sharing = max(1, self._num_sharing[host.name])
@@ -136,8 +136,8 @@ class Commands:
 
     @cached_property
     def _num_sharing(self) -> Counter[str]:
-        """The ranks that share the cores of each host, by its name. A validator that rests nearly
-        all the time takes none from others."""
+        """By host name, how many ranks share its cores. A validator is idle nearly all the time and
+        does not count."""
         idle = {"buffer"} | ({"validator"} if self.config.validation.rests else set())
         found = Counter({seat.host.name: 0 for seat in self.seats})
         for seat in self.seats:
@@ -146,11 +146,11 @@ class Commands:
 
 
 def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False) -> Plan:
-    """Where every process of the run is started, with which devices, and how.
+    """Plan where every process of the run starts, with which devices, and how.
 
     Args:
         hosts: in the order in which they are filled.
-        resume: whether the learner goes on from its newest checkpoint.
+        resume: whether the learner continues from its newest checkpoint.
 
     Raises:
         ConfigError: a process has no place, or hosts could not reach each other.
@@ -165,11 +165,11 @@ def make_plan(config: RunConfig, hosts: Sequence[Host], *, resume: bool = False)
     fit.require()
     commands = Commands(config, placed, fit, resume)
     processes = tuple(commands.process(seat) for seat in placed)
-    return Plan(config, tuple(hosts), processes, (*fit.warnings(), *_idle(hosts, processes)))
+    return Plan(config, tuple(hosts), processes, (*fit.warnings(), *_unused_gpus(hosts, processes)))
 
 
-def _idle(hosts: Sequence[Host], processes: Sequence[PlannedProcess]) -> Iterator[Finding]:
-    """That GPUs are left which nothing uses."""
+def _unused_gpus(hosts: Sequence[Host], processes: Sequence[PlannedProcess]) -> Iterator[Finding]:
+    """Warn of GPUs that nothing uses."""
     used = {(process.host, index) for process in processes for index in process.devices}
     uses_cpu = any(process.role != "buffer" and not process.devices for process in processes)
     for host in hosts:

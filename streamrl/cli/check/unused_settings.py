@@ -1,9 +1,9 @@
 """Settings that were given but have no effect in this configuration.
 
-A new case is a line in `_idle`, or in `_refused` if it cannot be meant for any run: the condition,
-the settings, and what would make them act. A setting at its default is not reported, even if it was
-written. Settings of the algorithm without effect are refused by the configuration itself; see
-`streamrl.config.algorithm.inert`.
+A new case is a line in `_unused`, or in `_refused` if it cannot be meant for any run: the
+condition, the settings, and what would make them effective. A setting at its default is not
+reported, even if it was written. Settings of the algorithm without effect are refused by the
+configuration itself; see `streamrl.config.algorithm.unused_settings`.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _Line: TypeAlias = tuple[bool, str, str, str]
 """The condition, the section, its settings, and why."""
 
 
-def check_idle(config: RunConfig) -> Iterator[Finding]:
+def check_unused_settings(config: RunConfig) -> Iterator[Finding]:
     """A warning for settings that may be meant for another engine, or for a run that is
     continued."""
     last = config.run.max_steps
@@ -31,10 +31,10 @@ def check_idle(config: RunConfig) -> Iterator[Finding]:
             f"learner.profiler.steps: step {late[0]} has no trace: run.max_steps {last} is the "
             "last one"
         )
-    for finding, table in ((CONFIGURATION.problem, _refused), (CONFIGURATION.warning, _idle)):
-        for is_idle, place, names, why in table(config):
-            section = attrgetter(place)(config) if is_idle else None
-            for name in names.split() if is_idle else ():
+    for finding, table in ((CONFIGURATION.problem, _refused), (CONFIGURATION.warning, _unused)):
+        for is_unused, place, names, why in table(config):
+            section = attrgetter(place)(config) if is_unused else None
+            for name in names.split() if is_unused else ():
                 if (value := getattr(section, name)) != default_of(section, name):
                     sentence = f"{place}.{name}: was {value!r}, and nothing reads it: {why}"
                     yield finding(sentence)
@@ -54,7 +54,7 @@ def _refused(c: RunConfig) -> Iterator[_Line]:
     yield is_alone and is_inductive, "algorithm.reward.agentic", "grouping", why
 
 
-def _idle(c: RunConfig) -> Iterator[_Line]:
+def _unused(c: RunConfig) -> Iterator[_Line]:
     tracking, algorithm, early_stop = c.tracking, c.algorithm, c.validation.early_stop
     why = "learner.profiler.steps is empty"
     yield not c.learner.profiler.steps, "learner.profiler", "ranks memory", why
