@@ -1,4 +1,4 @@
-"""The prompts of a run in one stream: of all its environments, and of all sources of each.
+"""The prompts of a run as one stream, over all its environments and all sources of each.
 
 Invariant: which environment plays a prompt, and which of its own prompts it reads, is a pure
 function of (seed, prompt index).
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
     from actors.rendering.renderer import ChatRenderer
 
 Fitting: TypeAlias = Callable[[PromptRows, int], NDArray[np.int64]]
-"""Which of a set's prompts fit into `data.max_prompt_length`, and the number of the set."""
+"""(the prompts of a set, its number) -> which of them fit into `data.max_prompt_length`."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The prompts of a run; each names its entry."""
+    """The prompts of a run; each prompt names its entry."""
 
     entries: Sequence[EnvironmentEntry]
     sources: Sequence[PromptSource]
     """The prompts of each entry."""
     place: Callable[[int], tuple[int, int]]
-    """The number of the entry that plays a prompt, and which of its own prompts it is."""
+    """The number of the entry that plays a prompt, and the prompt's index among that entry's."""
 
     def __getitem__(self, prompt_index: int) -> Prompt:
         entry, own_index = self.place(prompt_index)
@@ -71,7 +71,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class HeldOutStream(Stream):
-    """The held-out prompts of one entry after those of another."""
+    """The held-out prompts of all entries, one entry after the other."""
 
     sources: Sequence[ConcatenatedPrompts]
 
@@ -82,13 +82,13 @@ class HeldOutStream(Stream):
 def open_stream(
     config: RunConfig, renderer: "ChatRenderer", *, are_checked: bool = False
 ) -> Stream:
-    """That of training; `renderer` measures the prompts where `data.truncation` is `filter`.
+    """The training stream; `renderer` measures the prompts if `data.truncation` is `filter`.
 
     Raises:
         ConfigError: the prompts of an entry cannot be opened, or it would play none of them.
     """
     entries, seed, mixture = config.entries, config.run.seed, shares(config)
-    # It imports transformers, which a check of a configuration does without.
+    # Imports transformers, which a check of the configuration avoids.
     from actors.prompts.fitting import fitting_rows
 
     sources = []
@@ -101,10 +101,10 @@ def open_stream(
 
 
 def shares(config: RunConfig) -> Mixture:
-    """Which entry plays which prompt.
+    """The assignment of prompts to entries.
 
     Raises:
-        ConfigError: an entry would play none.
+        ConfigError: an entry would get no prompts.
     """
     entries = config.entries
     mixture = Mixture.of_environments(
@@ -123,7 +123,7 @@ def shares(config: RunConfig) -> Mixture:
 
 
 def open_held_out_stream(config: RunConfig) -> HeldOutStream:
-    """`data.num_eval_prompts` of each entry, or as many as it has.
+    """`data.num_eval_prompts` held-out prompts of each entry, or as many as it has.
 
     Raises:
         ConfigError: an entry has no held-out prompts.
@@ -140,13 +140,13 @@ def open_prompts(
     *,
     are_checked: bool = False,
 ) -> PromptSource:
-    """The training stream that `data.source` names.
+    """The training stream of `data.source`.
 
     Args:
-        fitting: with `data.truncation: filter`, chooses the prompts of a finite set; without it,
+        fitting: chooses the prompts of a finite set under `data.truncation: filter`; without it,
             all are in the stream.
-        first: with which index the first epoch of what is a set begins.
-        are_checked: whether each row of a file is known to be a prompt.
+        first: the index at which the first epoch of a finite set begins.
+        are_checked: whether every row of a file is already known to be a valid prompt.
     """
     sources = data.sources
     parts = [_open(data, "data.source", source, seed, are_checked) for source in sources]
@@ -169,9 +169,9 @@ def open_prompts(
 
 
 def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
-    """Held-out prompts, numbered from 0: of each source at most
-    `data.num_eval_prompts`, the same ones whatever `run.seed` is, a file's from its first row on.
-    What is made up has seeds that no training has, also where `data.eval_source` names it.
+    """Held-out prompts, numbered from 0: at most `data.num_eval_prompts` of each source, the same
+    for any `run.seed`; a file's begin with its first row. Generated prompts have seeds that
+    training never uses, even if `data.eval_source` names the source.
 
     Raises:
         ConfigError: `data.source` is a file or a user's own, and no `data.eval_source` was given.
@@ -191,7 +191,7 @@ def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
 def _joined(
     sources: tuple[SourceSettings, ...], parts: list[PromptRows | PromptSource]
 ) -> PromptRows | PromptSource:
-    """One source, or the sets of several one after the other."""
+    """One source, or several sets one after the other."""
     if len(parts) == 1:
         return parts[0]
     sets = []
@@ -213,7 +213,7 @@ def _stream(
     number: int,
     first: int,
 ) -> PromptSource:
-    """A set in epochs; a stream as it is."""
+    """A set, repeated in epochs; a stream as it is."""
     if not isinstance(part, PromptRows):
         return part
     kept = None
@@ -229,7 +229,7 @@ def _open(
     run_seed: int | None,
     are_checked: bool = False,
 ) -> PromptRows | PromptSource:
-    """`run_seed` None: what is held out."""
+    """Open a source; `run_seed` None: its held-out prompts."""
     path, kwargs = source.path, source.kwargs
     siblings = data.sources if setting == "data.source" else data.eval_sources
     default_name = _default_name(path) if len(siblings) > 1 else ""
@@ -283,10 +283,12 @@ def _open_task(
 
 
 def _default_name(path: str) -> str:
-    """Of a source in a list: its file's name without suffixes, or what stands behind the colon."""
+    """The default name of a source in a list: its file's name without suffixes, or the part after
+    the colon."""
     return Path(path).name.partition(".")[0] if _has_rows(path) else path.rpartition(":")[2]
 
 
 def _has_rows(path: str) -> bool:
-    """A task is one also where a folder has its name; ./NAME is the folder."""
+    """Whether the source has rows. A task's name means the task even if a folder has that name;
+    ./NAME is the folder."""
     return path not in TASKS and has_rows(path)

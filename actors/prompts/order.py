@@ -1,7 +1,8 @@
-"""The order of a stream of prompts: a set in epochs, and several parts mixed by weight.
+"""The order of prompts in a stream: epochs (and curriculum) of a set, and several parts mixed by
+weight.
 
-Invariant: the order is a pure function of (seed, prompt index), so that a resumed run goes on where
-it stopped, and no prompt comes twice within an epoch.
+Invariant: the order is a pure function of (seed, prompt index), so a resumed run continues where it
+stopped, and no prompt comes twice within an epoch.
 """
 
 import itertools
@@ -21,13 +22,14 @@ from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt, PromptSource
 
 Due: TypeAlias = Callable[[int], Sequence[int]]
-"""How many indices of each part are in so many blocks, from the first on."""
+"""(number of blocks) -> how many indices each part has in that many first blocks."""
 
 _SHORTEST = 64
 NUM_BATCHES = 1000
-"""After so many the counts of environments repeat; shares are exact to a prompt in all of them."""
+"""After this many batches the counts of environments repeat; over all of them shares are exact to
+one prompt."""
 _SPREAD = 619
-"""Prime to the above: it puts batches beside each other whose roundings differ."""
+"""Coprime to the above, so that adjacent batches round differently."""
 _OF_SOURCES = 2**32 - 1
 
 
@@ -39,9 +41,9 @@ class Epochs:
     reads them, too, in an order of its own.
 
     Args:
-        seed: of the order, in one or several parts; None keeps that of the set.
+        seed: of the order, in one or several parts; None keeps the set's own order.
         kept: the numbers of the prompts that are used, ascending; None uses all.
-        first: with which index the first epoch begins.
+        first: the index at which the first epoch begins.
 
     Raises:
         ConfigError: a row has no number in the column of the curriculum.
@@ -73,7 +75,7 @@ class Epochs:
         return self._prompts[number if self._kept is None else int(self._kept[number])]
 
     def _permutation(self, epoch: int) -> NDArray[np.int64] | None:
-        """Of this epoch; None for the set's own order."""
+        """The permutation of this epoch; None for the set's own order."""
         numbers = np.random.default_rng([*(self._seed or (0,)), epoch % 2**32])
         settings = self._curriculum
         if settings is not None and self._sorted is not None and 0 <= epoch < settings.num_epochs:
@@ -85,7 +87,7 @@ class Epochs:
 def _by_difficulty(
     prompts: PromptRows, settings: CurriculumSettings, kept: NDArray[np.int64] | None
 ) -> NDArray[np.int64]:
-    """The places of the prompts that are used, sorted."""
+    """The indices of the used prompts, sorted by difficulty."""
     values = np.array([_difficulty(prompt, settings.column) for prompt in prompts])
     chosen = values if kept is None else values[kept]
     return np.argsort(chosen if settings.order == "ascending" else -chosen, kind="stable")
@@ -114,8 +116,9 @@ class Mixture:
     has its share rounded up or down, no more than its limit; its weight is met over NUM_BATCHES.
 
     Args:
-        due: what each part has in so many blocks; together always their size.
-        key: of the order in the blocks.
+        due: how many indices each part has in the first n blocks; they always add up to the blocks'
+        size.
+        key: the seed of the order within blocks.
     """
 
     def __init__(self, block_size: int, due: Due, key: Sequence[int]) -> None:
@@ -133,8 +136,8 @@ class Mixture:
         block_size = max(_SHORTEST, math.ceil(total / min(exact)))
 
         def due(num_blocks: int) -> Sequence[int]:
-            # A bound of the cumulated weights is rounded down, so the counts add up; a block is
-            # long enough that none of them ever falls.
+            # Cumulated weights are rounded down, so the counts add up; a block is long enough that
+            # no count ever falls.
             ends = [math.floor(num_blocks * block_size * bound) for bound in bounds]
             return [end - start for start, end in itertools.pairwise(ends)]
 
@@ -144,7 +147,7 @@ class Mixture:
     def of_environments(
         cls, weights: Sequence[float], limits: Sequence[int | None], batch_size: int, seed: int
     ) -> "Mixture":
-        """`limits`: of each entry the most prompts that it plays in a batch; None: no limit."""
+        """`limits`: the most prompts per batch that each entry plays; None: no limit."""
         quotas = _quotas(np.array(weights, np.float64), limits, batch_size)
         counts = _counts(quotas, batch_size)
         before = np.vstack([np.zeros_like(counts[:1]), counts.cumsum(axis=0)])
@@ -157,19 +160,19 @@ class Mixture:
         return cls(batch_size, due, (seed,))
 
     def place(self, index: int) -> tuple[int, int]:
-        """The part that has this index, and which of its own indices it is."""
+        """The part that has this index, and the index within the part."""
         block, place = divmod(index, self.block_size)
         parts, own_indices = self._block(block)
         return int(parts[place]), int(own_indices[place])
 
     def num_before(self, index: int) -> Sequence[int]:
-        """How many of the indices below this one each part has."""
+        """How many of the lower indices each part has."""
         block, place = divmod(index, self.block_size)
         due, (parts, _) = self.due(block), self._block(block)
         return [before + int((parts[:place] == part).sum()) for part, before in enumerate(due)]
 
     def _places(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[block_size] the part at each place of a block, and its own index there."""
+        """[block_size] the part at each place of a block, and the index within that part."""
         before, after = self.due(block), self.due(block + 1)
         counts = [last - first for first, last in zip(before, after, strict=True)]
         ordered = np.repeat(np.arange(len(counts)), counts)
@@ -184,8 +187,8 @@ class Mixture:
 def _quotas(
     weights: NDArray[np.float64], limits: Sequence[int | None], batch_size: int
 ) -> NDArray[np.float64]:
-    """[entries] mean prompts in a batch: by weight, and what a limit takes from one is shared
-    among the others by weight."""
+    """[entries] mean prompts per batch by weight; what a limit takes from one is shared among the
+    others by weight."""
     most = np.array([batch_size if limit is None else limit for limit in limits], np.float64)
     is_full = np.zeros(len(weights), bool)
     while True:
@@ -212,7 +215,7 @@ def _counts(quotas: NDArray[np.float64], batch_size: int) -> NDArray[np.int64]:
 
 
 class FirstPrompts(PromptRows):
-    """The first prompts of a stream, as a set."""
+    """The first prompts of a stream, as a finite set."""
 
     def __init__(self, prompts: PromptSource, count: int) -> None:
         self._prompts, self._count = prompts, count

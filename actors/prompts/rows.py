@@ -1,9 +1,9 @@
-"""From rows to prompts: which columns hold the prompt, its answer and its media, and what a
-template makes; rows of files, and what a user's own PATH.py:NAME returns.
+"""From rows to prompts: which columns hold the prompt, its answer and its media, and templates.
+Rows come from files or from a user's PATH.py:NAME.
 
 Invariant: every row of a file is checked when its source is opened, or by the launch of the run, so
-none ends a run that has begun. Its images and videos are read when it is sampled, and what a user's
-own returns is checked as it is read.
+none ends a run that has begun. Images and videos are read when the row is sampled, and rows of a
+user's source are checked as they are read.
 
 A row has images and videos in the content parts of its messages, or in columns (`data.image_key`,
 `data.video_key`) with a marker <image> or <video> in the text where each stands; without markers
@@ -43,7 +43,7 @@ _JINJA = ImmutableSandboxedEnvironment(
 
 
 def for_teachers(template: str, prompt: Prompt) -> Prompt:
-    """The prompt as the teachers of `algorithm.distillation` read it.
+    """The prompt as teachers of `algorithm.distillation` read it.
 
     Raises:
         RolloutError: the template cannot be rendered.
@@ -60,7 +60,7 @@ def for_teachers(template: str, prompt: Prompt) -> Prompt:
 
 
 def _taught(template: str, prompt: Prompt, text: str) -> str:
-    # Without an expected one the row's own, if it has one: an empty hint would be none.
+    # Without an expected answer, the row's own if it has one: an empty hint would be no hint.
     answer = {"answer": prompt.answer} if prompt.answer else {}
     try:
         return _render(template, {**prompt.row, "prompt": text, **answer})
@@ -127,11 +127,11 @@ class MediaColumns:
 
 
 class RowColumns:
-    """How the rows of one source become prompts; what it leaves open is as in `data`.
+    """How the rows of one source become prompts; what it leaves open is taken from `data`.
 
     Args:
-        setting: the one that names the source; errors begin with it.
-        default_name: of the source, for rows that name none.
+        setting: the setting that names the source; errors begin with it.
+        default_name: the source's name for rows that name none.
     """
 
     def __init__(
@@ -240,10 +240,10 @@ class RowPrompts:
     """The prompts of the rows of files.
 
     Args:
-        num_checked: how many are looked at now, the first ones; None: all.
+        num_checked: how many rows, from the first on, are checked now; None: all.
 
     Raises:
-        ConfigError: one of these has no prompt or no answer.
+        ConfigError: one of these rows has no prompt or no answer.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class RowPrompts:
 
 
 class UserPrompts:
-    """The stream of PATH.py:NAME; what it raises and what it returns is checked.
+    """The stream of a user's PATH.py:NAME; what it raises and returns is checked.
 
     Raises:
         ConfigError: its first prompt is not a `Prompt`.
@@ -287,7 +287,7 @@ class UserPrompts:
 
 
 class UserDataSet(PromptRows):
-    """The data set of PATH.py:NAME, whose rows are checked as they are read.
+    """The data set of a user's PATH.py:NAME, whose rows are checked as they are read.
 
     Raises:
         ConfigError: it has no rows, or its first row has no prompt or no answer.
@@ -322,7 +322,7 @@ class UserDataSet(PromptRows):
 
 
 class ConcatenatedPrompts(PromptRows):
-    """Several sets of prompts, one after the other; of each no more than `limit`."""
+    """Several sets of prompts, one after the other, at most `limit` of each."""
 
     def __init__(self, parts: Sequence[PromptRows], limit: int | None = None) -> None:
         self._parts = parts
@@ -337,7 +337,7 @@ class ConcatenatedPrompts(PromptRows):
         return self._parts[part][own_number]
 
     def place(self, number: int) -> tuple[int, int]:
-        """The part that has this number, and which of its own numbers it is."""
+        """The part that has this number, and the number within it."""
         if number >= len(self):
             raise IndexError(f"there are {len(self)} prompts, and not one numbered {number}")
         part = bisect_right(self._ends, number)
@@ -347,10 +347,10 @@ class ConcatenatedPrompts(PromptRows):
 def open_user_source(
     field: str, entry: str, kwargs: Mapping[str, Any], seed: int, columns: RowColumns
 ) -> UserPrompts | UserDataSet:
-    """What PATH.py:NAME makes, which is called with the arguments of the source, and with the seed
-    if it takes one: a stream, whose `__getitem__` is a pure function of the prompt index, or, with
-    a `__len__` as well, a data set, whose rows (mappings, or `Prompt`s) are read like those of a
-    file.
+    """Open a user's PATH.py:NAME, which is called with the source's arguments, and with the seed if
+    it takes one. It returns a stream, whose `__getitem__` is a pure function of the prompt index,
+    or, if it also has a `__len__`, a data set, whose rows (mappings, or `Prompt`s) are read like
+    those of a file.
 
     Args:
         field: the setting that names it; errors begin with it.
@@ -372,7 +372,8 @@ def open_user_source(
 
 
 def column(prompt: Prompt, key: str) -> Any:
-    """The value of a column of the prompt's row, which a dot may reach into; None without it."""
+    """The value of a column of the prompt's row, into which dots may reach; None if it is
+    missing."""
     value = _value(prompt.row, key)
     return None if value is _MISSING else value
 
@@ -389,8 +390,8 @@ _MISSING = object()
 
 
 def _value(fields: Any, key: str) -> Any:
-    """A column may have a dot in its name; a number behind a dot is a place in a list, from 0. What
-    a dot reaches into may be text of JSON."""
+    """A column's name may contain a dot; a number after a dot is an index into a list, from 0. What
+    a dot reaches into may be JSON text."""
     if isinstance(fields, str):
         fields = _of_json(fields)
     if isinstance(fields, list | tuple):
@@ -404,7 +405,7 @@ def _value(fields: Any, key: str) -> Any:
 
 
 def _content(value: Any) -> str | tuple[Message, ...]:
-    """The prompt's text or messages, which may be text of JSON; empty if the value is neither."""
+    """The prompt's text or messages, which may be JSON text; empty if the value is neither."""
     if isinstance(value, str):
         read = _of_json(value) if value.lstrip().startswith("[") else None
         if not (isinstance(read, list) and read and all(map(_is_message, read))):
@@ -415,7 +416,7 @@ def _content(value: Any) -> str | tuple[Message, ...]:
 
 
 def _of_json(text: str) -> Any:
-    """None of other text."""
+    """The value of a JSON text; None for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -423,7 +424,7 @@ def _of_json(text: str) -> Any:
 
 
 def _written(answer: Any) -> str:
-    """A number without an exponent, as people write it."""
+    """A number written without an exponent, as people write it."""
     is_usual = isinstance(answer, float) and 1e-20 < abs(answer) < 1e20
     return format(Decimal(repr(float(answer))), "f") if is_usual else str(answer)
 
@@ -432,12 +433,13 @@ def _is_message(turn: Any) -> bool:
     if not (isinstance(turn, dict) and isinstance(turn.get("role"), str)):
         return False
     content, calls = turn.get("content"), turn.get("tool_calls")
-    # Calls of tools need no text beside them.
+    # Tool calls need no accompanying text.
     return is_content(content) or (content is None and isinstance(calls, list) and any(calls))
 
 
 def is_content(value: Any) -> bool:
-    """Whether a message may have it: a text, or parts that are texts, images or videos."""
+    """Whether a message may have this content: a text, or parts that are texts, images or
+    videos."""
     return isinstance(value, str) or (
         isinstance(value, list | tuple)
         and all(is_medium(part) or _text(part) is not None for part in value)
@@ -445,7 +447,7 @@ def is_content(value: Any) -> bool:
 
 
 def text_of(content: Any) -> str:
-    """What of a message's content is text."""
+    """The text parts of a message's content."""
     if isinstance(content, str):
         return content
     return "".join(_text(part) or "" for part in content)
@@ -454,7 +456,7 @@ def text_of(content: Any) -> str:
 def with_columns(
     messages: Sequence[Message], columns: Mapping[str, Sequence[Any]], place: str
 ) -> tuple[Message, ...]:
-    """The messages with the media of the columns `image` and `video` in their places.
+    """The messages with the media of the image and video columns in their places.
 
     Raises:
         ConfigError: a message has more or fewer markers than there are media.
@@ -489,7 +491,7 @@ def _with_markers(message: Message, queues: Mapping[str, Iterator[Any]]) -> Mess
         return message
     parts = []
     for piece in filter(None, _SPLIT.split(content)):
-        # A marker of a kind without a column is text.
+        # A marker of a kind that has no column is plain text.
         kind = _MARKERS.get(piece, "text")
         kind, value = (kind, next(queues[kind])) if kind in queues else ("text", piece)
         parts.append({"type": kind, kind: value})

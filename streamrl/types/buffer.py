@@ -23,9 +23,9 @@ from streamrl.types.rollouts import GroupHeader, TrajectoryGroup
 
 
 class OverduePolicy(StrEnum):
-    """What happens to a group that others overtake until it would be too old: the learner waits
-    for it, trains it however old it is (the bound holds for admission alone), or drops it, so that
-    fewer long groups are trained than were sampled."""
+    """What happens to a group that others overtake until it is nearly too old: the learner waits
+    for it, trains it at any age (the bound then only limits admission), or drops it, so that fewer
+    long groups are trained than sampled."""
 
     WAIT = "wait"
     TRAIN = "train"
@@ -33,8 +33,8 @@ class OverduePolicy(StrEnum):
 
 
 class SchedulingState(StrEnum):
-    """How a generator id is scheduled, as a person has set it: a `CORDONED` one is granted no lease
-    and finishes its groups; a `DRAINING` one leaves after that."""
+    """How a person has set a generator id to be scheduled: a `CORDONED` generator gets no lease and
+    finishes its groups; a `DRAINING` one leaves after that."""
 
     ACTIVE = "active"
     CORDONED = "cordoned"
@@ -45,9 +45,9 @@ class Lease(Struct, frozen=True, kw_only=True):
     """The right to generate one group.
 
     `prompt_index` is its position in the seeded prompt stream. `min_policy_version` is the oldest
-    version that may sample the group; from an older one it would be too stale when it is trained.
-    `expires_at_s` is on the buffer's clock. `kept_siblings` are the numbers of those that an
-    earlier lease has left, finished or not; `fetch_siblings` returns them.
+    version that may sample the group; with an older one it would be too stale when trained.
+    `expires_at_s` is on the buffer's clock. `kept_siblings` are the numbers of siblings that an
+    earlier lease left, finished or not; `fetch_siblings` returns them.
     """
 
     lease_id: Name
@@ -58,11 +58,11 @@ class Lease(Struct, frozen=True, kw_only=True):
 
 
 class TakenBatch(Struct, frozen=True, kw_only=True):
-    """Groups lent to the learner for one version, in the order of lending; false if there are none.
+    """Groups lent to the learner for one version, in the order of lending; falsy if there are none.
 
-    `groups` are the payloads of the last of `headers`, in the same order: of all but those that the
-    caller holds, if the call was `with_payloads`. `wait_due_s` is how long enough groups were
-    finished, but not those that were due.
+    If the call was `with_payloads`, `groups` are the payloads of those `headers` that the caller
+    does not hold yet, which come last. `wait_due_s` is how long enough groups were finished, but
+    not those that were due.
     """
 
     headers: tuple[GroupHeader, ...] = ()
@@ -76,11 +76,11 @@ class TakenBatch(Struct, frozen=True, kw_only=True):
 class Books(Struct, frozen=True, kw_only=True):
     """The ledger's columns: every lease ever granted is in exactly one of them.
 
-    `open_ranges` are the prompts neither trained nor dropped for good; with `next_prompt_index`
+    `open_ranges` are the prompts neither trained nor permanently dropped; with `next_prompt_index`
     they are the position in the prompt stream, which a learner's checkpoint restores.
     `learner_term` counts the learners that attached, and `revision` grows with every change: of two
-    books of one run, those with the larger term, then the larger revision, are the later ones.
-    `steered_bound` is the bound on staleness that the learner has set last, 0 if it steers none.
+    books of one run, the later ones have the larger term, or with equal terms the larger revision.
+    `steered_bound` is the bound on staleness last set by the learner, 0 if it does not steer.
     """
 
     granted: Count = 0
@@ -108,7 +108,7 @@ class Books(Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> int:
-        """Groups whose prompt is not granted again: trained, or dropped for good."""
+        """Groups whose prompt is not granted again: trained or permanently dropped."""
         dropped = (count for reason, count in self.dropped.items() if not reason.returns_prompt)
         return self.trained + self.acknowledged + sum(dropped)
 
@@ -162,9 +162,9 @@ class GeneratorStatus(Struct, frozen=True, kw_only=True):
 class HeartbeatReply(Struct, frozen=True, kw_only=True):
     """The reply to a heartbeat: the learner's version, and which leases are no longer valid.
 
-    Of the versions of a learner that went back, and of those it had abandoned, some have the same
-    number: `learner_id` says whose this one is, "" where nobody does. `incarnation` is new for
-    every start of the buffer; empty if it cannot lose state.
+    Versions of a learner that went back, and those it abandoned, may have the same number:
+    `learner_id` says whose this one is, "" if unknown. `incarnation` is new for every start of the
+    buffer; empty if it cannot lose state.
     `is_fenced`: a newer session of this generator's id has replaced this one.
     """
 
@@ -183,7 +183,7 @@ MIN_RETRIED_LEASES = 3
 
 
 class RetriedPrompt(Struct, frozen=True, kw_only=True):
-    """An open prompt that has no group after `num_leases`, which expired or were released."""
+    """An open prompt without a group after `num_leases` leases, which expired or were released."""
 
     prompt_index: int
     num_leases: int
@@ -240,14 +240,14 @@ class BufferStats(Struct, frozen=True, kw_only=True):
 def admission_capacity(max_staleness: int, groups_per_step: int) -> int:
     """Groups that may be in flight at a time.
 
-    A group is trained `in_flight // groups_per_step` versions after its lease at the latest, so
-    with one more than these it could be older than `max_staleness` by then.
+    A group is trained at most `in_flight // groups_per_step` versions after its lease, so with one
+    more it could be older than `max_staleness` by then.
     """
     return (max_staleness + 1) * groups_per_step
 
 
 class LearnerActivity(StrEnum):
-    """What a learner does at present; the value is the predicate of a sentence."""
+    """What a learner is doing; the value is the predicate of a sentence."""
 
     ATTACHING = "attaches to the buffer"
     WAITING = "waits for groups"

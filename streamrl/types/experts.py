@@ -1,7 +1,7 @@
 """Which experts of a mixture-of-experts model each token was given to.
 
-A layer's router gives each token to the K experts that it scores highest. Engines report the
-choice of every layer for each token that went through the model, so of all but the last one.
+A layer's router gives each token to the K experts that it scores highest. Engines report the choice
+of every layer for each token that went through the model, that is, for all but the last.
 
 Invariant: a token has the choice of all layers, or none. Layers without experts have zeros, as
 vLLM and SGLang report them.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from streamrl.types.tokens import BoolArray, require_column
 
 UNRECORDED = -1
-"""In place of the experts of a token without a record."""
+"""Stands for the experts of a token without a record."""
 _MOST_EXPERTS = 2**15
 
 Size = Annotated[int, Meta(ge=1, le=2**12)]
@@ -26,8 +26,8 @@ IdBytes = Annotated[int, Meta(ge=1, le=2)]
 
 
 class RoutedExperts(Struct, frozen=True, array_like=True):
-    """`is_recorded` [T] says of which tokens; `data` are the ids [M, L, K] in row-major order, each
-    of `id_bytes` little-endian bytes."""
+    """`is_recorded` [T] says which tokens have a record; `data` are the ids [M, L, K] in row-major
+    order, each of `id_bytes` little-endian bytes."""
 
     num_layers: Size
     top_k: Size
@@ -55,12 +55,12 @@ class RoutedExperts(Struct, frozen=True, array_like=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a token's record; its place in `is_recorded` is one more."""
+        """Bytes of one token's record, not counting its byte in `is_recorded`."""
         return self.num_layers * self.top_k * self.id_bytes
 
     @property
     def content(self) -> bytes:
-        """Equal for tokens that have equal experts."""
+        """Bytes that are equal for tokens with equal experts."""
         return self.is_recorded.tobytes() + self.rows.astype("<u2").tobytes()
 
     @property
@@ -75,7 +75,7 @@ class RoutedExperts(Struct, frozen=True, array_like=True):
         return experts
 
     def part(self, tokens: slice) -> "RoutedExperts":
-        """Of these tokens."""
+        """The record of these tokens."""
         start, stop, _ = tokens.indices(len(self))
         first = int(np.count_nonzero(self.is_recorded[:start]))
         is_recorded = self.is_recorded[start:stop]
@@ -84,7 +84,7 @@ class RoutedExperts(Struct, frozen=True, array_like=True):
         return self._of(is_recorded, self.data[first * size : last * size])
 
     def select(self, is_kept: BoolArray) -> "RoutedExperts":
-        """Of the tokens for which [T] is true."""
+        """The record of the tokens for which [T] is true."""
         rows = self.rows[is_kept[self.is_recorded]]
         return self._of(self.is_recorded[is_kept], np.ascontiguousarray(rows).reshape(-1))
 
@@ -94,8 +94,8 @@ class RoutedExperts(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, experts: NDArray[np.integer], num_tokens: int | None = None) -> "RoutedExperts":
-        """Of the first tokens, from their experts [M, L, K]; the others of `num_tokens` have no
-        record.
+        """A record of the first tokens from their experts [M, L, K]; the others of `num_tokens`
+        have none.
 
         Raises:
             ValueError: they are not of that form, or more than there are tokens.
@@ -123,8 +123,8 @@ class RoutedExperts(Struct, frozen=True, array_like=True):
     def joined(
         cls, parts: Sequence["RoutedExperts | None"], lengths: Sequence[int]
     ) -> "RoutedExperts | None":
-        """Those of these parts end to end; a part [length] without them has no record; None if no
-        part has one.
+        """The parts' records end to end; tokens of a part [length] without a record have none. None
+        if no part has one.
 
         Raises:
             ValueError: the parts are of models of different shapes.
@@ -147,12 +147,12 @@ class RoutedExperts(Struct, frozen=True, array_like=True):
     def continued(
         cls, earlier: "RoutedExperts | None", new: "RoutedExperts | None", num_tokens: int
     ) -> "RoutedExperts | None":
-        """Of `num_tokens`, whose first ones have the record `earlier`, from the `new` record of
-        all of them.
+        """The record of `num_tokens` tokens, the first of which have the record `earlier`, given a
+        `new` record of all.
 
-        A token keeps what was recorded when it was read or sampled: its log-probability is of that
-        pass. What has no record yet, such as the last token of the turn before and a tool's
-        answer, takes it from the pass that read it.
+        A token keeps what was recorded when it was read or sampled, since its log-probability comes
+        from that pass. Tokens without a record yet, such as the last of the previous turn and a
+        tool's answer, get it from the pass that read them.
         """
         if earlier is None:
             return new

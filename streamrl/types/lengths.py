@@ -1,7 +1,7 @@
-"""How long responses are: counts by length, for the outcomes of the groups they belong to.
+"""Response lengths: counts by length, for each outcome of the responses' groups.
 
-Invariant: counts only add up, so the difference of two histograms of one growing sequence is the
-histogram of what came between. A length is rounded to the middle of a bucket: exact below 16
+Invariant: counts only grow, so the difference between two histograms of one growing sequence is the
+histogram of what came in between. A length is rounded to the middle of a bucket: exact below 16
 tokens, then eight buckets for each power of two, so within 1/16 of the length. Sums are exact.
 """
 
@@ -23,14 +23,16 @@ def rounded_length(length: int) -> int:
 
 
 class LengthHistogram(Struct, frozen=True, array_like=True):
-    """`counts` are responses by length in tokens, `num_tokens` the exact sum of their lengths."""
+    """`counts` has the number of responses by length in tokens, `num_tokens` the exact sum of
+    lengths."""
 
     counts: dict[int, int] = {}
     num_tokens: int = 0
 
     @classmethod
     def of(cls, lengths: Iterable[int] | Mapping[int, int]) -> "LengthHistogram":
-        """Of lengths, or of their counts, as they are; `rounded` bounds the number of counts."""
+        """From lengths, or from counts by length, unrounded; `rounded` bounds the number of
+        counts."""
         counts = Counter(lengths)
         return cls(dict(counts), sum(length * count for length, count in counts.items()))
 
@@ -76,11 +78,11 @@ class LengthHistogram(Struct, frozen=True, array_like=True):
 class ResponseLengths(Struct, frozen=True, array_like=True):
     """The lengths of all responses that were put into a buffer, and of those with an outcome.
 
-    A response is `trained` as the learner advances, and no longer so if a learner that attaches
-    makes its group wait again: sampled = trained + dropped + waiting. `dropped` has the responses
-    of groups that reached the buffer, or whose generator released them with their lengths; a lease
-    that ended without a group has no other length. `discarded` are of siblings that were sampled
-    beyond `generator.group_size` and not kept: a buffer does not count them, a learner does.
+    A response becomes `trained` when the learner advances, and stops being so if a learner attaches
+    and its group waits again: sampled = trained + dropped + waiting. `dropped` has the responses of
+    groups that reached the buffer, or that a generator released with their lengths; other leases
+    that ended without a group have no known length. `discarded` are responses of siblings beyond
+    `generator.group_size` that were not kept: the learner counts them, the buffer does not.
     """
 
     sampled: LengthHistogram = LengthHistogram()
@@ -96,7 +98,7 @@ class ResponseLengths(Struct, frozen=True, array_like=True):
         return self.dropped.get(reason, LengthHistogram())
 
     def since(self, earlier: "ResponseLengths") -> "ResponseLengths":
-        """What came after `earlier`, which is contained in this."""
+        """What came after `earlier`, which this contains."""
         return ResponseLengths(
             self.sampled - earlier.sampled,
             self.trained - earlier.trained,
@@ -105,7 +107,7 @@ class ResponseLengths(Struct, frozen=True, array_like=True):
         )
 
     def with_discarded(self, discarded: LengthHistogram) -> "ResponseLengths":
-        """These, and responses that were sampled and not put."""
+        """These, with responses added that were sampled but not put."""
         return ResponseLengths(self.sampled + discarded, self.trained, self.dropped, discarded)
 
     def contains(self, earlier: "ResponseLengths") -> bool:

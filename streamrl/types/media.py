@@ -1,7 +1,7 @@
-"""Images and video frames that stand beside token ids: encoded bytes, named by their content.
+"""Images and video frames that accompany token ids: encoded bytes, identified by their content.
 
-A medium is kept as it came, and not as pixels, which are a hundred times larger: both ends of a run
-decode the same bytes with one function, see `streamrl.vision.parts`.
+A medium is kept as it came, not as pixels, which are a hundred times larger; generators and learner
+decode the same bytes with the same function, see `streamrl.vision.parts`.
 
 Invariant: `id` is a hash of everything else, so equal media have one id and are stored once.
 """
@@ -68,7 +68,7 @@ def content_id(kind: MediaKind, parts: Sequence[bytes], fps: float) -> str:
 
 
 def check_media(named: Iterable[Sequence[str]], media: Sequence[Media]) -> None:
-    """The rules of the media of a group, and of the ids that its trajectories name.
+    """Check the media of a group, and the ids that its trajectories name.
 
     Raises:
         ValueError: one is missing, or stored twice.
@@ -81,5 +81,5 @@ def check_media(named: Iterable[Sequence[str]], media: Sequence[Media]) -> None:
 
 
 def distinct(media: Iterable[Media]) -> tuple[Media, ...]:
-    """Each medium once, in the order of its first place."""
+    """Each medium once, in order of first occurrence."""
     return tuple({medium.id: medium for medium in media}.values())

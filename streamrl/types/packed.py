@@ -1,13 +1,13 @@
-"""The encoded form of a group, as a buffer stores it: its siblings' arrays end to end.
+"""The encoded form of a group, as a buffer stores it: the siblings' arrays end to end.
 
-The numbers of token sets, most of the bytes of a group that has some, take fewer bytes on the way
-than in a record, without loss:
+The numbers in token sets, which are most of the bytes of a group that has some, are narrowed for
+transport, without loss:
 
     int32      uint16 where all are below 65,536, three bytes where all are below 2**24
     float32    float16, where every value is one
 
-Invariant: every `PackedGroup` is the form of a well-formed `TrajectoryGroup`; `group` makes that
-without checking the tokens again. `widened(narrowed(array))` is the array, bit for bit.
+Invariant: every `PackedGroup` is the form of a well-formed `TrajectoryGroup`; `group` makes the
+latter without checking the tokens again. `widened(narrowed(array))` is the array, bit for bit.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from streamrl.types.tokens import (
 )
 
 THREE_BYTES = np.dtype("V3")
-"""Of integers: the low halves of all of them, then their third bytes, which is quick."""
+"""For integers: the low halves of all of them, then their third bytes, which is fast."""
 _BEYOND_HALF = 2**13 - 1
 """The bits of a float32 that no float16 has."""
 
@@ -79,7 +79,8 @@ def _narrow(sets: TokenSets | None) -> tuple[Any, ...] | None:
 
 
 def narrowed(array: NDArray[Any]) -> NDArray[Any]:
-    """[n] int32 or float32, of the fewest bytes that hold every value; as it is where none do."""
+    """[n] int32 or float32 in the fewest bytes that hold every value; unchanged if nothing narrower
+    does."""
     # Of an array with a negative integer the highest bit is used.
     used = int(np.bitwise_or.reduce(array.view(np.uint32)))
     if array.dtype == np.float32:
@@ -93,7 +94,7 @@ def narrowed(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """What was narrowed, read-only; another array as it is."""
+    """A narrowed array in its original type, read-only; other arrays unchanged."""
     if array.dtype == THREE_BYTES:
         data, start_of_third = array.view(np.uint8), 2 * len(array)
         wide = data[start_of_third:].astype(np.int32) << 16
@@ -109,7 +110,7 @@ def widened(array: NDArray[Any]) -> NDArray[Any]:
 def _halves(array: NDArray[Any]) -> NDArray[Any]:
     with np.errstate(over="ignore"):
         halves = array.astype(np.float16)
-    # Neither float32's small numbers nor its large ones are all float16's.
+    # float16 lacks some of float32's small and large numbers.
     is_same = np.array_equal(halves.astype(np.float32).view(np.uint32), array.view(np.uint32))
     return halves if is_same else array
 
@@ -119,7 +120,7 @@ def _facts(t: Trajectory) -> tuple[Any, ...]:
 
 
 def _end_to_end(columns: Sequence[Any], instead: Iterable[Any]) -> Any:
-    """The columns of the siblings, of one without it what stands instead; None if none has one."""
+    """A column of all siblings, with a substitute for siblings without it; None if none has it."""
     if all(column is None for column in columns):
         return None
     pairs = zip(columns, instead, strict=True)
@@ -141,8 +142,8 @@ class GroupFacts(Struct, frozen=True, array_like=True):
 class PackedGroup(Struct, frozen=True, array_like=True):
     """A `TrajectoryGroup` with the arrays [sum of T] of its siblings end to end.
 
-    A buffer checks each group; here that is one pass over each array, however many siblings there
-    are.
+    A buffer checks each group: in this form with one pass over each array, however many siblings
+    there are.
     """
 
     group_id: Name
@@ -245,7 +246,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
 
 
 def _cut(column: Any, tokens: slice) -> Any:
-    """What is recorded of these tokens; None where nothing is of any."""
+    """The record of these tokens; None if none of them has one."""
     if column is None or isinstance(column, np.ndarray):
         return column if column is None else column[tokens]
     return column.part(tokens)
@@ -255,4 +256,4 @@ class _Slice(Trajectory, frozen=True, kw_only=True):
     """A trajectory of a group that was checked as a whole."""
 
     def __post_init__(self) -> None:
-        """It is well formed because its group is."""
+        """Nothing to check: it is well formed because its group is."""

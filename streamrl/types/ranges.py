@@ -1,11 +1,10 @@
 """The ranges of numbers and names that cross a process, checked wherever a record is decoded.
 
-Invariant: a number in range fits wherever it is kept (64 bits of SQLite, 53 of a JSON number), and
-so does what is counted up from it. A limit is far above what a run needs and far below what a
-process can bear.
+Invariant: a number in range fits wherever it is stored (64 bits in SQLite, 53 in JSON), and so do
+sums of it. Limits are far above what a run needs and far below what a process can bear.
 
-An id that comes from outside (a command line, an environment, another process) is one part of a
-path below any folder, and one short word in a log. Runs and generators are named by ids.
+An id that comes from outside (a command line, an environment, another process) is safe as one
+component of a path, and one short word in a log. Runs and generators are named by ids.
 """
 
 import re
@@ -28,7 +27,7 @@ PromptIndex: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 CountOrNone: TypeAlias = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
-"""-1 where it is not known."""
+"""-1 if unknown."""
 SiblingNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_NAMES)]
 """A sibling's place in its group, from 0 on."""
 NumGroups: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_GROUPS)]
@@ -49,13 +48,14 @@ _ID = re.compile(ID_PATTERN.removesuffix("$"))
 
 
 def check_id(field: str, value: str) -> str:
-    """The value, if it may be an id.
+    """Check that the value may be an id, and return it.
 
     Args:
-        field: what the sentence of the error begins with.
+        field: what the error begins with.
 
     Raises:
-        ValueError: another character, an empty or a long one, or no letter or digit first.
+        ValueError: it is empty or too long, has a character that is not allowed, or does not begin
+        with a letter or digit.
     """
     if _ID.fullmatch(value) is None:
         short = value if len(value) <= 60 else value[:57] + "..."
@@ -67,6 +67,6 @@ def check_id(field: str, value: str) -> str:
 
 
 def named_after_host(value: str) -> str:
-    """The value with the host's name for {host}: replicas of one command, as containers and pods
-    are, have ids of their own, which outlive their processes."""
+    """The value with {host} replaced by the host's name, so that replicas of one command, such as
+    containers and pods, have different ids, which outlive their processes."""
     return value.replace("{host}", socket.gethostname())

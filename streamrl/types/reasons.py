@@ -1,5 +1,5 @@
-"""Why a lease or group was dropped, why a put was refused, and why groups failed, as a generator
-reports it with its heartbeats.
+"""Reasons: why a lease or group was dropped, why a put was refused, and why groups failed, as
+generators report in heartbeats.
 
 Invariant: a report is short, however long the message of an exception is.
 """
@@ -15,8 +15,8 @@ from streamrl.types.ranges import Count, Name, PromptIndex
 class DropReason(StrEnum):
     """Why a lease or its group was dropped instead of trained.
 
-    `ABANDONED`: it has tokens of versions that the learner, which went back to an earlier one, has
-    left behind. After this, `EXPIRED`, `RELEASED` and `ORPHANED` the prompt is granted again; after
+    `ABANDONED`: it has tokens of versions that the learner left behind when it went back to an
+    earlier one. After this, `EXPIRED`, `RELEASED` and `ORPHANED` the prompt is granted again; after
     the others it is not.
     """
 
@@ -44,7 +44,7 @@ _RETURNS_PROMPT = (
 
 
 class RefusalReason(StrEnum):
-    """Why a message was refused; a group in it is not part of the books.
+    """Why a message was refused; a group in it is not counted in the books.
 
     `IGNORED`: it was not read, because its sender had sent too many malformed ones.
     """

@@ -30,7 +30,7 @@ from streamrl.types.tokens import (
 )
 
 ALIKE_WITHIN = 1e-6
-"""Rewards of a group that differ by no more are alike: sums of equal parts differ by rounding."""
+"""Rewards of a group count as equal within this: sums of equal parts differ by rounding."""
 
 
 class FinishReason(StrEnum):
@@ -78,10 +78,10 @@ class Completion(Struct, frozen=True, kw_only=True):
 
     `logprobs` [N] are under the distribution actually sampled from (after temperature, top-k and
     top-p); greedy decoding reports them at temperature 1. `policy_versions` [N] is the version
-    whose weights sampled each token. `sampling_mask` [N sets] is what the truncation left of the
-    vocabulary, an empty set for all of it, and `top_logprobs` [N sets] the likeliest tokens of what
-    it left; None if they were not asked for. `routed_experts` [P + N] are those of the P tokens of
-    the prompt and of the completion, whose last token no layer has seen.
+    whose weights sampled each token. `sampling_mask` [N sets] is what truncation left of the
+    vocabulary (an empty set means all of it), and `top_logprobs` [N sets] the likeliest tokens
+    among those; None if not asked for. `routed_experts` [P + N] are those of the P prompt tokens
+    and of the completion, whose last token no layer has seen.
     """
 
     token_ids: Int32Array
@@ -109,7 +109,7 @@ class Turn(Struct, frozen=True, kw_only=True):
 
 
 GREEDY_REWARD = "greedy_reward"
-"""The metric of a trajectory under which the reward of its prompt's greedy completion stands."""
+"""The metric of a trajectory that holds the reward of its prompt's greedy completion."""
 INVALID_TURNS = "num_invalid_turns"
 """The metric under which an environment counts turns that broke its format."""
 
@@ -162,7 +162,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
         return int(np.count_nonzero(self.response_mask))
 
     def after(self, prompt: Int32Array) -> "Trajectory":
-        """Its tokens from the first response token on, after another prompt, without media."""
+        """The same trajectory with its prompt replaced by another, without media."""
         first = int(self.response_mask.argmax())
         mask = self.sampling_mask
 
@@ -194,12 +194,12 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
     """The siblings of one prompt: admitted, buffered, taken, trained and accounted as one.
 
     A sibling is one trajectory, unless its context was rewritten: then each context is one.
-    `episode_indices` says which sibling each trajectory is of; () if each is one of its own.
-    `media` has each image and video once, whoever of the trajectories shares it.
-    `discarded_lengths` are the tokens that the policy sampled in each sibling that is not kept.
-    `answer` is the one that was expected, shortened, for people. `teacher` is the one that the row
-    names; "" if it names none. `teacher_prompt` are the tokens that teachers read before the first
-    response token of each trajectory; None: what the policy has read.
+    `episode_indices` says which sibling each trajectory belongs to; () if each is its own. `media`
+    has each image and video once, even if several trajectories share it. `discarded_lengths` are
+    the numbers of tokens sampled in siblings that were not kept. `answer` is the expected one,
+    shortened, for people. `teacher` is the one that the row names; "" if none. `teacher_prompt` are
+    the tokens that teachers read before the first response token of each trajectory; None: the same
+    as the policy.
     """
 
     group_id: Name
@@ -234,17 +234,18 @@ class TrajectoryGroup(Struct, frozen=True, kw_only=True):
 
     @property
     def sampled_lengths(self) -> tuple[int, ...]:
-        """Tokens that the policy sampled, in each trajectory and in what is not kept."""
+        """Numbers of tokens that the policy sampled, in each trajectory and in each discarded
+        sibling."""
         kept = (t.num_response_tokens for t in self.trajectories)
         return (*kept, *self.discarded_lengths)
 
 
 class GroupHeader(Struct, frozen=True, kw_only=True, gc=False):
-    """The facts of a group that the ledger and the learner's planning need, without payload.
+    """What the ledger and the learner's planning need to know about a group, without payload.
 
-    `oldest_version` and `newest_version` are those of its sampled tokens. `lengths` are the tokens
-    of each trajectory, `response_lengths` those that the policy sampled; `episode_indices` and
-    `discarded_lengths` are the group's.
+    `oldest_version` and `newest_version` are those of its sampled tokens. `lengths` are the numbers
+    of tokens in each trajectory, `response_lengths` those that the policy sampled;
+    `episode_indices` and `discarded_lengths` are the group's.
     """
 
     group_id: Name
@@ -277,11 +278,11 @@ class GroupHeader(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class SiblingHeader(Struct, frozen=True, kw_only=True, gc=False):
-    """The facts of a sibling that is put before its group, finished or not, without payload.
+    """Describes a sibling that is put before its group, finished or not, without payload.
 
-    `number` is its place in the group, `lease_id` the lease under which it was sampled.
-    `num_tokens` are those that the policy sampled, `oldest_version` is that of the oldest of them;
-    `num_bytes` are those of the payload.
+    `number` is its index in the group, `lease_id` the lease under which it was sampled.
+    `num_tokens` counts the tokens that the policy sampled, `oldest_version` is the oldest version
+    among them; `num_bytes` is the payload's size.
     """
 
     number: SiblingNumber
@@ -291,7 +292,7 @@ class SiblingHeader(Struct, frozen=True, kw_only=True, gc=False):
     num_bytes: Count = 0
 
     def follows(self, known: "SiblingHeader") -> bool:
-        """Whether it takes the place of what is known of the same sibling."""
+        """Whether it replaces what is known of the same sibling."""
         is_later = self.lease_id != known.lease_id or self.num_tokens >= known.num_tokens
         return is_later and self != known
 

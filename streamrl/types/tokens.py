@@ -1,7 +1,7 @@
-"""Sets of token ids beside tokens, and the checks of tokens, the same for one trajectory and for a
-whole group; each raises ValueError with the field, what it is and what it must be.
+"""Sets of token ids that accompany tokens, and the checks of tokens, the same for one trajectory
+and for a whole group. Each check raises ValueError with the field, its value and what is allowed.
 
-Invariant: `counts` add up to the ids there are. A token without a record has an empty set.
+Invariant: `counts` add up to the number of ids. A token without a record has an empty set.
 Shapes: N tokens, M ids of all sets.
 """
 
@@ -28,7 +28,7 @@ BoolArray = NDArray[np.bool_]
 def check_group(
     group: "TrajectoryGroup | PackedGroup", members: "Sequence[Trajectory] | Sequence[GroupFacts]"
 ) -> None:
-    """The rules of a group beside those of its tokens."""
+    """Check a group, apart from its tokens."""
     if not members:
         raise ValueError("trajectories: is empty; a group holds at least one")
     if group.prompt_index < 0:
@@ -48,7 +48,7 @@ def check_group(
 
 
 def check_tokens(record: "Trajectory | PackedGroup") -> None:
-    """The rules of each token, in the arrays of one trajectory or of a whole group."""
+    """Check every token in the arrays of one trajectory or of a whole group."""
     require_one_length(record, "token_ids", "response_mask", "behavior_logprobs", "policy_versions")
     mask, logprobs = record.response_mask, record.behavior_logprobs
     if not _is_finite(logprobs):
@@ -142,7 +142,7 @@ class TokenSets(Struct, frozen=True, array_like=True):
 
     @property
     def owners(self) -> NDArray[np.int64]:
-        """[M] the token whose set an id is in."""
+        """[M] the token whose set each id belongs to."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def part(self: "Sets", tokens: slice) -> "Sets":
@@ -157,8 +157,8 @@ class TokenSets(Struct, frozen=True, array_like=True):
     def joined(
         cls: "type[Sets]", parts: Sequence["Sets | None"], lengths: Sequence[int]
     ) -> "Sets | None":
-        """The sets of these parts end to end; empty ones for a part [length] without a record;
-        None if no part has one."""
+        """The parts' sets end to end; empty ones for a part [length] without a record. None if no
+        part has one."""
         if all(part is None for part in parts):
             return None
         pairs = zip(parts, lengths, strict=True)
@@ -175,7 +175,7 @@ class TokenSets(Struct, frozen=True, array_like=True):
     def of(
         cls: "type[Sets]", sets: Sequence[NDArray[Any]], *columns: Sequence[NDArray[Any]]
     ) -> "Sets":
-        """Of N arrays of ids, and for each further field as many arrays of its values."""
+        """Made of N arrays of ids, and N arrays of values for each further field."""
         counts = np.array([len(ids) for ids in sets], np.int32)
         fields = zip(cls.__struct_fields__[1:], (sets, *columns), strict=True)
         return cls(counts, *(_end_to_end(parts, _DTYPES[name]) for name, parts in fields))
@@ -197,13 +197,14 @@ Sets = TypeVar("Sets", bound=TokenSets)
 
 
 SETS = ("sampling_mask", "top_logprobs", "teacher_top_logprobs")
-"""Of them a completion has no teacher's."""
+"""The fields of a trajectory that are token sets; a completion has no teacher's."""
 
 
 def check_token_sets(
     record: "Trajectory | PackedGroup | Completion", response_mask: BoolArray | None = None
 ) -> None:
-    """The rules of the sets beside tokens; every token is a response without `response_mask`.
+    """Check the sets that accompany tokens; without `response_mask` every token is a response
+    token.
 
     Raises:
         ValueError: one set too many or too few, a set of a token that was not sampled, or a token

@@ -1,4 +1,4 @@
-"""What a validator tells the learner: what it does, and what a validation has found."""
+"""What a validator reports to the learner: what it is doing, and the results of validations."""
 
 from typing import Annotated, TypeAlias
 
@@ -13,10 +13,10 @@ Metrics: TypeAlias = Annotated[tuple[tuple[MetricName, Finite], ...], Meta(max_l
 
 
 class ValidationReport(Struct, frozen=True, kw_only=True):
-    """Of one validation: metrics, by their public names.
+    """The result of one validation: metrics, by their public names.
 
     `learner_id` identifies the learner process that made the version, since after a resume the same
-    number may be that of other weights; it is "" for version 0, the model folder's.
+    number may mean other weights; it is "" for version 0, the model folder's.
     """
 
     policy_version: PolicyVersion
@@ -25,10 +25,10 @@ class ValidationReport(Struct, frozen=True, kw_only=True):
 
 
 class ValidatorStatus(Struct, frozen=True, kw_only=True):
-    """`next_version` is the oldest version of its learner that the validator is to be sent. While
-    it `is_busy` it is to be sent none: it validates one, of which `num_done` of `num_prompts` are
-    finished; while it `is_resting`, so that validations cost little, only the last of the run.
-    `report` is of the validation before.
+    """`next_version` is the oldest version of its learner that the validator wants next. While it
+    `is_busy`, it wants none: it is validating one, with `num_done` of `num_prompts` finished. While
+    it `is_resting`, so that validations cost little, it wants only the run's last version. `report`
+    is of the previous validation.
     """
 
     next_version: Count = 0

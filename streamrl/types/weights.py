@@ -1,4 +1,4 @@
-"""Records of a weight update: what a learner sends of a version, and a generator's report."""
+"""Records of a weight update: what a learner sends about a version, and a generator's report."""
 
 from typing import Annotated, TypeAlias
 
@@ -19,10 +19,10 @@ class TensorSpec(Struct, frozen=True, array_like=True):
 
 
 class BroadcastDifference(Struct, frozen=True, kw_only=True):
-    """What a broadcast has instead of buckets: what changed since the version with the name `base`.
+    """What a broadcast sends instead of buckets: the changes since the version named `base`.
 
-    A frame for each bucket, of `frame_bytes`, 0 where the bucket is the same; `checksums` are those
-    of the result (see `streamrl.weights.transports.differences`).
+    There is a frame of `frame_bytes` for each bucket, 0 if the bucket is unchanged; `checksums` are
+    those of the result (see `streamrl.weights.transports.differences`).
     """
 
     base: str
@@ -56,7 +56,7 @@ class BroadcastEndpoint(Struct, frozen=True, kw_only=True, tag="broadcast"):
 
 class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
     """A safetensors file in a file system that sender and receiver share: a whole version, or the
-    difference to the one before, in buckets of at most `bucket_bytes`.
+    difference from the previous one, in buckets of at most `bucket_bytes`.
 
     `is_base`: the next file may be a difference to this one.
     """
@@ -67,8 +67,8 @@ class FilesEndpoint(Struct, frozen=True, kw_only=True, tag="files"):
 
 
 class HostMemory(Struct, frozen=True, kw_only=True, tag="host"):
-    """Memory that the process which made it gives, as a file descriptor, to who connects to its
-    `socket`; `inode` is the file's."""
+    """Memory whose owner hands a file descriptor to whoever connects to its `socket`; `inode` is
+    the file's."""
 
     socket: Text
     inode: Annotated[int, Meta(ge=0)]
@@ -92,7 +92,7 @@ class CudaMemory(Struct, frozen=True, kw_only=True, tag="cuda"):
 class SharedEndpoint(Struct, frozen=True, kw_only=True, tag="shared"):
     """A range of the sender's memory that the receiver maps: the bytes from `start` of `memory`.
 
-    They are this version's as long as the 8 bytes at `stamp_at` of `stamps` are `stamp`.
+    They hold this version as long as the 8 bytes at `stamp_at` of `stamps` equal `stamp`.
     `checksums` has one per tensor, or is empty.
     """
 
@@ -106,7 +106,8 @@ class SharedEndpoint(Struct, frozen=True, kw_only=True, tag="shared"):
 
 
 class HeldEndpoint(Struct, frozen=True, kw_only=True, tag="held"):
-    """No tensors: the receiver's inference server has the version from another receiver."""
+    """No tensors: the receiver's inference server already has the version through another
+    receiver."""
 
 
 Endpoint: TypeAlias = BroadcastEndpoint | FilesEndpoint | SharedEndpoint | HeldEndpoint
@@ -133,12 +134,12 @@ class LoadReport(Struct, frozen=True, kw_only=True):
 
 
 class WeightUpdate(Struct, frozen=True, kw_only=True):
-    """These tensors, of this version, can be received from this endpoint.
+    """Announces that these tensors of this version can be received from this endpoint.
 
     `learner_id` identifies the learner process that made the version: after a resume the same
-    number may be that of other weights. `key` is that of the version's checksums, a secret of the
-    sender and its receivers. `manifest` is () on its way to a receiver that has it already, since
-    that of a large model is 1.8 MB (`streamrl.weights.protocol`).
+    number may mean other weights. `key` is the key of the version's checksums, a secret of the
+    sender and its receivers. `manifest` is () when sent to a receiver that already has it, since a
+    large model's takes 1.8 MB (`streamrl.weights.protocol`).
     """
 
     policy_version: PolicyVersion
