@@ -3,8 +3,9 @@
 Invariant: which environment plays a prompt, and which of its own prompts it reads, is a pure
 function of (seed, prompt index).
 
-The stream is cut into batches of `learner.groups_per_step` prompts. In each an environment plays at
-most `max_groups` of them; its own are numbered without a gap, so it reads every row of its data.
+The stream is cut into batches of `learner.groups_per_step` prompts. In each batch an environment
+plays at most `max_groups` prompts; its own prompts are numbered without gaps, so it reads every row
+of its data.
 
 A new source is a class with `__getitem__(prompt_index) -> Prompt` and a branch in `_open`.
 """

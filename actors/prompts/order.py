@@ -36,9 +36,9 @@ _OF_SOURCES = 2**32 - 1
 class Epochs:
     """A finite set of prompts, or those of `kept`, as a stream without an end.
 
-    Each epoch is a permutation of its own; with a curriculum the first ones go by difficulty. Where
-    a run goes on with other rows, an epoch of them begins; a prompt before it that is still open
-    reads them, too, in an order of its own.
+    Each epoch is a permutation of its own; with a curriculum the first ones go by difficulty. If a
+    run continues with other rows, an epoch of these begins; an earlier prompt that is still open
+    reads them, too, in a separate order.
 
     Args:
         seed: of the order, in one or several parts; None keeps the set's own order.
@@ -108,12 +108,12 @@ def _difficulty(prompt: Prompt, key: str) -> float:
 
 
 class Mixture:
-    """Which of several parts, the sources of a run or its environments, has an index of a stream,
-    and which of the part's own indices that is; these have no gap.
+    """Maps an index of a stream to one of several parts (the sources or environments of a run) and
+    an index within that part; the latter have no gaps.
 
-    A block of so many indices has as many of each part as are due, in a seeded order. Sources are
-    within one prompt of their weights after every block. Of an environment a block is a batch, and
-    has its share rounded up or down, no more than its limit; its weight is met over NUM_BATCHES.
+    A block of indices has as many of each part as are due, in a seeded order. Sources are within
+    one prompt of their weights after every block. For environments a block is a batch and has each
+    one's share rounded up or down, within its limit; weights are met over NUM_BATCHES.
 
     Args:
         due: how many indices each part has in the first n blocks; they always add up to the blocks'

@@ -32,7 +32,7 @@ _SHARD_SEQUENCE = "shard_sequence"
 class Mesh:
     device_mesh: DeviceMesh
     device: torch.device
-    """Of this rank."""
+    """This rank's device."""
 
     @property
     def rank(self) -> int:
@@ -44,7 +44,7 @@ class Mesh:
 
     @property
     def num_data(self) -> int:
-        """Into how many shares a batch is divided."""
+        """The number of shares into which a batch is divided."""
         return self.size("replicate") * self.size("shard")
 
     @cached_property
@@ -60,15 +60,15 @@ class Mesh:
         return self.device_mesh[dimension].size()
 
     def group(self, dimension: Dimension) -> dist.ProcessGroup:
-        """The ranks that differ from this one along the dimension only, and this one."""
+        """This rank and those that differ from it only along the dimension."""
         return self.device_mesh.get_group(dimension)
 
 
 def make_mesh(settings: MeshSettings, device: torch.device) -> Mesh:
-    """Join the process group, unless this process already has, and make the mesh of its ranks.
+    """Join the process group, unless already done, and make the mesh of its ranks.
 
     Args:
-        device: a GPU without an index is the one of this rank's place on its machine.
+        device: a GPU without an index means the one of this rank's position on its machine.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of ranks.
@@ -82,7 +82,7 @@ def make_mesh(settings: MeshSettings, device: torch.device) -> Mesh:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if world_size == 1:
-            # Nobody else has to find it, so it needs no address.
+            # No other process has to find it, so it needs no address.
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         else:
@@ -91,9 +91,9 @@ def make_mesh(settings: MeshSettings, device: torch.device) -> Mesh:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded, without gradient; all ranks call it together.
+    """The whole of a possibly sharded tensor, without gradient; all ranks call it together.
 
-    Where a rank holds all of it already, that is the tensor itself and no copy.
+    If a rank already holds all of it, it is the tensor itself, not a copy.
     """
     tensor = tensor.detach()
     return _by_its_strides(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -112,8 +112,8 @@ def _by_its_strides(tensor: DTensor) -> DTensor:
 
 
 class OnDemand(Mapping[str, torch.Tensor]):
-    """Tensors that are made as they are read. Where that needs the other ranks, every rank reads
-    all of them, in the same order."""
+    """Tensors that are computed when read. If that needs the other ranks, every rank reads all of
+    them in the same order."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], torch.Tensor]) -> None:
         self._names = dict.fromkeys(names)
@@ -133,7 +133,7 @@ class OnDemand(Mapping[str, torch.Tensor]):
 
 
 def described(tensor: torch.Tensor) -> torch.Tensor:
-    """The shape and dtype of the whole, on the device `meta`; no other rank is needed."""
+    """The whole tensor's shape and dtype, on the device `meta`; needs no other rank."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

@@ -1,7 +1,7 @@
-"""What the ranks of a learner exchange besides parameters and gradients.
+"""Exchange between a learner's ranks, apart from parameters and gradients.
 
-Records and tensors in host memory, over gloo: a column that is divided among the ranks, the
-denominators of a batch, metrics. A world of one exchanges nothing and has no group.
+Records and tensors in host memory travel over gloo: columns divided among the ranks, denominators
+of a batch, metrics. A single rank exchanges nothing and has no group.
 
 Invariant: all ranks make the same calls in the same order; what crosses is a tensor or an envelope
 of `streamrl.wire`. A call waits for the other ranks until the deadline of its group, or until one
@@ -24,8 +24,8 @@ from streamrl.errors import TransportError
 Record = TypeVar("Record")
 
 UNBOUNDED = timedelta(days=3650)
-"""Of a group that waits as long as one of its ranks does, for groups or a disk; who is lost,
-`Liveness` knows."""
+"""The timeout of a group that waits as long as its ranks wait for groups or a disk; `Liveness`
+detects lost ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,19 +41,19 @@ class Ranks:
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def sum(self, column: Tensor) -> Tensor:
-        """The sum over all ranks. A column of which each rank has some rows, and 0 elsewhere,
-        becomes whole, bit for bit."""
+        """The sum over all ranks. A column of which each rank has some rows, and 0 elsewhere, is
+        completed bit for bit."""
         if self.count > 1:
             with in_time():
                 dist.all_reduce(column, group=self.group)
         return column
 
     def first(self, column: Tensor) -> Tensor:
-        """That of the first rank, on every rank; all have the same shape."""
+        """The first rank's tensor, on every rank; shapes must be equal."""
         return self.sum(column if self.index == 0 else torch.zeros_like(column))
 
     def gather(self, record: Record, kind: type[Record] | None = None) -> list[Record]:
-        """Every rank's record, of type `kind`, in the order of the ranks."""
+        """Every rank's record, of type `kind`, in rank order."""
         if self.count == 1:
             return [record]
         data = torch.frombuffer(bytearray(wire.encode(record)), dtype=torch.uint8)
@@ -65,14 +65,14 @@ class Ranks:
         return [wire.decode(_bytes(tensor[:length]), expected) for length, tensor in received]
 
     def send(self, record: Any) -> None:
-        """To every other rank, which calls `receive`."""
+        """Send a record to every other rank, which calls `receive`."""
         if self.count > 1:
             data = torch.frombuffer(bytearray(wire.encode(record)), dtype=torch.uint8)
             self._from_first(torch.tensor([len(data)]))
             self._from_first(data)
 
     def receive(self, kind: Any) -> Any:
-        """What the first rank sends. Waits until it does."""
+        """Receive what the first rank sends. Waits for it."""
         length = self._from_first(torch.zeros(1, dtype=torch.int64))
         data = self._from_first(torch.zeros(int(length), dtype=torch.uint8))
         return wire.decode(_bytes(data), kind)
@@ -91,8 +91,8 @@ class Ranks:
 
 @contextmanager
 def in_time() -> Iterator[None]:
-    """Around a collective operation; TransportError if another rank has ended, or does not take
-    part within the deadline."""
+    """Wraps a collective operation; TransportError if another rank has ended, or does not take part
+    within the deadline."""
     try:
         yield
     except RuntimeError as error:

@@ -1,8 +1,8 @@
 """The critic of advantage gae: a value for every response token, and its own optimizer.
 
-Invariant: it starts as the decoder of the initial policy, or of a model of its own that knows the
-same tokens, with a value head of zeros, so the first values are 0; denominators are those of the
-whole step, like the policy's.
+Invariant: it starts from the decoder of the initial policy, or of its own model with the same
+tokens, and a value head of zeros, so the first values are 0; denominators are those of the whole
+step, like the policy's.
 Shapes: R response tokens of a micro-batch or of the step.
 """
 
@@ -38,7 +38,7 @@ class Critic:
 
     @classmethod
     def from_config(cls, config: RunConfig, mesh: Mesh | None = None) -> "Critic":
-        """With the decoder of `algorithm.value.model_path`, or of `model.path`.
+        """The critic with the decoder of `algorithm.value.model_path`, or of `model.path`.
 
         Raises:
             ConfigError: there is no model, or it does not read the policy's tokens and images.
@@ -50,7 +50,7 @@ class Critic:
         return cls(config, load_network(config, own, has_values=True, mesh=mesh, setting=setting))
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By name; the decoder's, and those of `value_head`."""
+        """Parameters by name: the decoder's and those of `value_head`."""
         model = self.network.model
         lm_head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         is_tied = lm_head.weight is embeddings.weight
@@ -68,8 +68,8 @@ class Critic:
         *,
         limit: int | None = None,
     ) -> Sequence[MicroBatch]:
-        """Of all trajectories of the batch, or the chosen ones: the policy's, unless it has a model
-        or a limit of tokens of its own."""
+        """Micro-batches of the batch, or of the chosen trajectories: the policy's, unless the
+        critic has its own model or token limit."""
         limit = limit or self._max_tokens
         if limit == self._policy_max_tokens and not self._config.model_path:
             return of_policy
@@ -82,7 +82,7 @@ class Critic:
 
     @torch.no_grad()
     def batch_values(self, micro_batches: Sequence[MicroBatch], num_tokens: int) -> torch.Tensor:
-        """[R of the whole batch] on the CPU; `num_tokens` is R."""
+        """Values [R of the whole batch] on the CPU; `num_tokens` is R."""
         values = torch.zeros(num_tokens)
         for micro_batch in micro_batches:
             values[micro_batch.responses] = self.values(micro_batch).cpu()
@@ -99,7 +99,8 @@ class Critic:
         *,
         loss_scale: float = 1.0,
     ) -> dict[str, torch.Tensor]:
-        """Add this micro-batch's gradient, times the scale; its share of the metrics."""
+        """Add this micro-batch's gradient, times the loss scale; returns its share of the
+        metrics."""
         output = value_loss(
             self.values(micro_batch),
             old_values,

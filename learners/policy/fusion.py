@@ -1,13 +1,13 @@
-"""Fewer passes over memory in a decoder's layers: compiled, or with the kernels of liger-kernel.
+"""Fused decoder layers: by torch.compile, or with the kernels of liger-kernel.
 
-Layers are compiled one by one, so that a model's depth costs nothing, for any number of tokens.
-Attention over packed trajectories stays as it is, since its buckets differ with every micro-batch;
-so does a model that carries a state from token to token, whose loops would be compiled anew for
-each length. What recomputes, offloads or shards a layer is around what is compiled: torch compiles
-no part of a layer that is recomputed inside. Liger's kernels are for runs too short to compile.
+Layers are compiled one by one, so that a model's depth does not matter, for any number of tokens.
+Attention over packed trajectories is not compiled, since its buckets differ with every micro-batch;
+nor are models that carry a state from token to token, whose loops would be compiled again for each
+length. Recomputing, offloading and sharding wrap the compiled layer, since torch does not compile a
+layer with recomputed parts inside. Liger's kernels are for runs too short to compile.
 
-Invariant: log-probabilities and gradients are those of the plain layers, but for rounding;
-parameters keep their names.
+Invariant: log-probabilities and gradients are those of the plain layers, up to rounding; parameters
+keep their names.
 """
 
 import sys
@@ -33,10 +33,11 @@ _STEPS_TO_COMPILE_FOR = 300
 
 
 def fuse_layers(network: Network, config: RunConfig) -> None:
-    """In place, as `learner.compile` and `learner.liger_layers` say; before it is distributed.
+    """Fuse layers in place, as `learner.compile` and `learner.liger_layers` say; before the network
+    is distributed.
 
     Raises:
-        ConfigError: one of them is true, and this network cannot have it.
+        ConfigError: one of them is true but not possible for this network.
     """
     if compiles(network, config):
         compile_layers(network)
@@ -45,7 +46,8 @@ def fuse_layers(network: Network, config: RunConfig) -> None:
 
 
 def compiles(network: Network, config: RunConfig) -> bool:
-    """What `learner.compile` comes to for this network; ConfigError if it is true and cannot be."""
+    """Whether to compile this network, by `learner.compile`; ConfigError if it is true but not
+    possible."""
     wanted = config.learner.compile
     is_unrolled = wanted is not False and carries_state(network.model)
     if wanted is True:
@@ -58,8 +60,8 @@ def compiles(network: Network, config: RunConfig) -> bool:
 
 
 def compile_layers(network: Network) -> None:
-    """In place, before anything is put around the layers; the first passes of a run compile, which
-    takes a minute or so."""
+    """Compile the layers in place, before anything wraps them; the first passes of a run then take
+    a minute or so to compile."""
     attend: Any = torch.compiler.disable(attention.attend)
     AttentionInterface.register(attention.NAME, attend)
     for layer in layers(network):
@@ -67,8 +69,8 @@ def compile_layers(network: Network) -> None:
 
 
 def uses_liger(network: Network, config: RunConfig) -> bool:
-    """What `learner.liger_layers` comes to for this network, if it is not compiled; ConfigError if
-    it is true and cannot be."""
+    """Whether to use Liger's kernels, by `learner.liger_layers`, if the network is not compiled;
+    ConfigError if it is true but not possible."""
     wanted = config.learner.liger_layers
     reason = None if wanted is False else _without_liger(network, config)
     if wanted is True:
@@ -77,7 +79,7 @@ def uses_liger(network: Network, config: RunConfig) -> bool:
 
 
 def _without_liger(network: Network, config: RunConfig) -> str | None:
-    """Why this network's layers stay plain; None if they need not."""
+    """Why this network cannot use Liger's kernels; None if it can."""
     if network.device.type != "cuda":
         return f"learner.device is {network.device}, not a GPU"
     if not is_installed("liger_kernel"):
@@ -86,8 +88,8 @@ def _without_liger(network: Network, config: RunConfig) -> str | None:
 
 
 def use_liger(network: Network) -> None:
-    """In place. The family's classes stay plain, for models that are made later; what its code
-    looks up by name, rotary positions, is fused on a GPU alone."""
+    """Use Liger's kernels in place. The family's classes stay plain for models made later; what its
+    code looks up by name (rotary positions) is fused only on a GPU."""
     modeling = vars(sys.modules[type(network.model).__module__])
     plain = dict(modeling)
     liger = import_module("liger_kernel.transformers.monkey_patch")

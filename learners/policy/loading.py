@@ -1,11 +1,11 @@
-"""A network as it is loaded: by one rank whole, by several in shards.
+"""Loads a network: whole on one rank, in shards on several.
 
-Where ranks share the parameters, the first one loads the model in its host's memory and compares
-packed passes with plain ones there. Every rank divides a model without memory as the mesh says,
-allocates its own shards, and gets their content from the first one, a tensor at a time.
+If ranks share the parameters, the first one loads the model into host memory and compares packed
+passes with plain ones there. Every rank divides a model without memory as the mesh says, allocates
+its own shards, and receives their content from the first rank, tensor by tensor.
 
-Invariant: parameters, buffers and the random state are those of a load by one rank, bit for bit.
-All ranks call it together; the others wait for the first one, until it ends.
+Invariant: parameters, buffers and the random state are bit for bit those of loading on one rank.
+All ranks call it together; the others wait for the first one.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ from streamrl.vision.families import load_pretrained
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.tower import VisionTower, vision_tower
 
-# Nobody watches the ranks yet, so a wait for one that is gone has to end by itself.
+# Nobody watches the ranks yet, so waiting for a rank that is gone must end by itself.
 _LONGEST_LOAD = timedelta(hours=6)
 
 
@@ -64,15 +64,15 @@ def distribute(
     is_reference: bool = False,
     router_replay: RouterReplay = "off",
 ) -> None:
-    """In place, as `settings` say; without a mesh, on one rank. What it computes stays the same.
-    Every rank calls it before an optimizer takes the parameters.
+    """Distribute a network in place, as `settings` say; without a mesh, on one rank. Its results
+    stay the same. Every rank calls it before an optimizer takes the parameters.
 
         matrices (tensor) -> tokens (sequence) -> experts (router replay) -> recomputed layers
             -> shards
 
     Raises:
-        ConfigError: the model cannot be divided so, or what is to be offloaded is on the CPU
-            anyway.
+        ConfigError: the model cannot be divided this way, or the device is the CPU, where
+            offloading makes no sense.
     """
     require_gpu(settings.offload, network.device)
     if mesh is not None:
@@ -103,9 +103,10 @@ def load_network(
     mesh: Mesh | None = None,
     setting: str = "model.path",
 ) -> Network:
-    """With the weights at `path`, by default those of `model.path`; distributed over a mesh.
+    """Load a network with the weights at `path`, by default `model.path`, and distribute it over a
+    mesh.
 
-    `setting` names the path; not `model.path` if it is of another model than the policy's.
+    `setting` names the path; it is not `model.path` for a model other than the policy's.
 
     Raises:
         ConfigError: there is no model, or the settings of `learner` do not fit it.
@@ -119,14 +120,15 @@ def load_network(
     narrows = lora is not None and dtype != torch.float32
     if sharded is None:
         device = device_of(learner.device) if mesh is None else mesh.device
-        # A GPU that holds a frozen model in the narrow dtype may have no room for the wide one.
+        # A GPU with room for a frozen model in the narrow dtype may have none for the wide one.
         network = source.load(torch.device("cpu") if narrows else device)
         if narrows:
             narrow_frozen(network, dtype)
             network.to(device)
             network.device = device
     else:
-        # Made before the others wait, while the first one reads the model or downloads it.
+        # Created first, since the others then wait while the first rank reads or downloads the
+        # model.
         waiting = dist.new_group(backend="gloo", timeout=_LONGEST_LOAD)
         whole = source.load(torch.device("cpu")) if sharded.rank == 0 else None
         network = source.without_memory()
@@ -147,7 +149,7 @@ def load_network(
 
 @dataclass(frozen=True)
 class _Source:
-    """A model's folder or hub name, and what is made of it."""
+    """A model's folder or hub name, and how to load it."""
 
     config: RunConfig
     name: str
@@ -157,7 +159,7 @@ class _Source:
     setting: str
 
     def load(self, device: torch.device) -> Network:
-        """With its weights, in float32, and as packing allows."""
+        """Load with weights, in float32, and decide about packing."""
         with self._explained():
             model = load_pretrained(
                 self.name,
@@ -173,13 +175,13 @@ class _Source:
         return network
 
     def without_memory(self) -> Network:
-        """On the device `meta`."""
+        """The model on the device `meta`."""
         with self._explained():
             facts = AutoConfig.from_pretrained(self.name, trust_remote_code=self._trust)
-        # An adapter draws random numbers even there.
+        # Creating an adapter draws random numbers even there.
         with torch.random.fork_rng([]):
             skeleton = make_skeleton(facts, self.config.model, torch.float32)
-            # As transformers loads it, though a family may freeze what no gradient reaches.
+            # As if loaded by transformers, though a family may freeze what no gradient reaches.
             return self._network(skeleton.requires_grad_(True))
 
     def _network(self, model: PreTrainedModel) -> Network:
@@ -193,7 +195,8 @@ class _Source:
         )
 
     def _tower(self, model: PreTrainedModel) -> VisionTower | None:
-        """Raise ConfigError if ranks would share tokens or matrices of a model that sees images."""
+        """The vision tower. Raise ConfigError if ranks would share tokens or matrices of a model
+        that sees images."""
         is_policy = self.setting == "model.path"
         place = self.config.model.path if is_policy else self.name
         reader = PatchReader.of(place, trust_remote_code=self._trust, setting=self.setting)
@@ -205,8 +208,8 @@ class _Source:
         return tower
 
     def _require_declared_head(self, model: PreTrainedModel) -> None:
-        """Raise ConfigError if transformers found an LM head in the files that config.json denies,
-        by which the generators' library, or what it is sent, goes."""
+        """Raise ConfigError if transformers found an LM head in the files although config.json says
+        there is none, which the generators' library or the weights sent to it rely on."""
         engine, may_tie = self.config.generator.engine, bool(model._tied_weights_keys)
         is_denied = may_tie and model.config.tie_word_embeddings and not _is_tied(model)
         if self.setting == "model.path" and engine != "hf" and is_denied:
@@ -254,8 +257,8 @@ def require_same_input(config: RunConfig, setting: str, path: str) -> None:
 
 
 def within_vocabulary(network: Network, batch: TrainingBatch) -> TrainingBatch:
-    """The policy's batch for another model; itself if that has all of its tokens. Rows that pad an
-    embedding are of no token, and larger models have more of them."""
+    """The policy's batch for another model; unchanged if that model has all of its tokens.
+    Embeddings may be padded with rows that belong to no token, larger models' more."""
     last = network.model.config.get_text_config().vocab_size - 1
     if all(t.token_ids.max() <= last for t in batch.trajectories):
         return batch
@@ -266,8 +269,8 @@ def within_vocabulary(network: Network, batch: TrainingBatch) -> TrainingBatch:
 
 
 def _agree(network: Network, whole: Network | None, ranks: Ranks) -> None:
-    """Run packed as the first rank has decided, and tie the embeddings where its file has them
-    tied, which may be another than the configuration says."""
+    """Run packed as the first rank has decided, and tie embeddings as in its file, which may differ
+    from the configuration."""
     deciding = whole or network
     facts = ranks.first(torch.tensor([deciding.is_packed, _is_tied(deciding.model)]))
     is_packed, is_tied = map(bool, facts.tolist())
@@ -282,7 +285,8 @@ def _agree(network: Network, whole: Network | None, ranks: Ranks) -> None:
 def _narrow_together(
     network: Network, whole: Network | None, mesh: Mesh, dtype: torch.dtype
 ) -> None:
-    """`narrow_frozen`, as the first rank sees what the dtype holds."""
+    """`narrow_frozen`, decided by the first rank, which sees which weights the dtype holds
+    exactly."""
     if whole is not None:
         narrow_frozen(whole, dtype)
     named, seen = (dict(one.named_parameters()) for one in (network, whole or network))
@@ -293,7 +297,7 @@ def _narrow_together(
 
 
 def _tensors(network: Network, *, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; by each of their names without `remove_duplicate`."""
+    """Parameters and buffers by name; without `remove_duplicate` under each of their names."""
     parameters = network.named_parameters(remove_duplicate=remove_duplicate)
     return dict(chain(parameters, network.named_buffers(remove_duplicate=remove_duplicate)))
 
@@ -306,7 +310,7 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _fill(network: Network, whole: Network | None, mesh: Mesh) -> None:
-    """Copy what the first rank has `whole`, which gives it up, into this rank's shards."""
+    """Copy the first rank's `whole` tensors into this rank's shards; the first rank frees them."""
     given = {} if whole is None else _tensors(whole, remove_duplicate=False)
     for name, target in _tensors(network).items():
         tensor = torch.empty(target.shape, dtype=target.dtype, device=mesh.device)
@@ -322,7 +326,7 @@ def _fill(network: Network, whole: Network | None, mesh: Mesh) -> None:
 
 
 def _allocate(network: Network, device: torch.device, *, on_host: bool) -> None:
-    """In place of tensors on the device `meta`; what is tied stays so."""
+    """Replace tensors on the device `meta` by allocated ones; tied ones stay tied."""
     names: dict[Parameter, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -339,7 +343,7 @@ def _allocate(network: Network, device: torch.device, *, on_host: bool) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """`auto` is a GPU if there is one."""
+    """The device; `auto` is a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

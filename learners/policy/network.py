@@ -1,13 +1,13 @@
-"""A transformers model and its heads as one module: what is computed of a micro-batch's tokens.
+"""A transformers model and its heads as one module: everything that is computed for a micro-batch.
 
-Invariant: every use of a parameter is inside `forward`, so whoever hooks the module (sharding,
-compilation) sees it; hidden states are gathered at response positions before the heads, and logits
-of the whole batch never exist. The computation has the dtype of the parameters that the modules
-hold; log-probabilities, entropy and values are float32 at least.
+Invariant: parameters are used only inside `forward`, so hooks of the module (sharding, compilation)
+see every use; hidden states are gathered at response positions before the heads, and logits of the
+whole batch never exist. The computation uses the dtype of the modules' parameters;
+log-probabilities, entropy and values are at least float32.
 Shapes: R response tokens, H hidden size.
 
-Transformers scales and soft-caps logits inside each model's `forward`, which the learner does not
-call, so the rules stand here; packing_check.py finds a family that is missing.
+transformers scales and soft-caps logits inside each model's `forward`, which the learner does not
+call, so those rules are repeated here; packing_check.py detects a family that is missing.
 """
 
 from collections.abc import Sequence
@@ -70,43 +70,43 @@ def _softcap(config: Any) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class NetworkOutput:
-    """Columns [R] of a micro-batch; None where they were not asked for."""
+    """Columns [R] of a micro-batch; None if not asked for."""
 
     hidden: torch.Tensor
-    """[R, H] in the compute dtype: the states that predict the response tokens, of this rank's
-    slice where ranks share the tokens."""
+    """[R, H] in the compute dtype: the states that predict the response tokens (this rank's slice,
+    if ranks share the tokens)."""
     head_weight: torch.Tensor
     """[V, H] of the LM head."""
     head_bias: torch.Tensor | None
     """[V] if it has one."""
     logprobs: torch.Tensor | None = None
-    """Of each response token, in nats."""
+    """The log-probability of each response token, in nats."""
     entropy: torch.Tensor | None = None
     """In nats."""
     values: torch.Tensor | None = None
     """Expected return before each response token."""
     kl: torch.Tensor | None = None
-    """To the reference, over the whole vocabulary, in nats."""
+    """KL to the reference over the whole vocabulary, in nats."""
     top_logprobs: torch.Tensor | None = None
-    """[M] of the micro-batch's `top_candidates`, in nats, without gradient."""
+    """[M] log-probabilities of the micro-batch's `top_candidates`, in nats, without gradient."""
     taught_logprobs: torch.Tensor | None = None
-    """[M] of the candidates of a teacher, in nats."""
+    """[M] log-probabilities of a teacher's candidates, in nats."""
     observed_logprobs: torch.Tensor | None = None
-    """[O] of the micro-batch's `observed`, in nats."""
+    """[O] log-probabilities of the micro-batch's `observed` tokens, in nats."""
     likeliest: Likeliest | None = None
-    """[R, K] tokens at the places of the response tokens, without gradient."""
+    """The likeliest tokens [R, K] at the positions of the response tokens, without gradient."""
 
 
-# Sharding looks for the tensors of an output, where the backward pass will begin.
+# Sharding looks in the output for tensors, where the backward pass will begin.
 _pytree.register_dataclass(NetworkOutput)
 
 
 class Network(torch.nn.Module):
     """Decoder, LM head, and a value head where `has_values`.
 
-    `temperature` is the one that the behavior policy sampled with. A model of attention alone runs
-    packed, any other unpacked, until `run_packed` says otherwise. Dropout is off. `tower` is that
-    of a model that sees images.
+    `temperature` is the one used in sampling. An attention-only model runs packed, any other
+    unpacked, unless `run_packed` changes that. Dropout is off. `tower` is the vision tower of a
+    model that sees images.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Network(torch.nn.Module):
         super().__init__()
         self.model: PreTrainedModel = model.eval()
         self.device = next(model.parameters()).device
-        """That of the computation; offloaded parameters are elsewhere between the passes."""
+        """The device of the computation; offloaded parameters are elsewhere between passes."""
         self.tower = tower
         self._own_attention = own_attention(model)
         self._may_share_prompts = tower is None and may_share_prompts(model)
@@ -132,30 +132,31 @@ class Network(torch.nn.Module):
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
         self.sequence_block: Ranks | None = None
-        """The ranks that share each micro-batch's tokens; None: this one has them all."""
+        """The ranks that share each micro-batch's tokens; None: this rank has them all."""
         self.router_records: RouterRecords | None = None
-        """What trajectories say of experts; None: the routers choose, and nothing is compared."""
+        """The experts that trajectories recorded; None: the routers choose, and nothing is
+        compared."""
         self.temperature = temperature
         self._transform = LogitTransform(temperature, _softcap(config), _scale(config))
 
     def run_packed(self, packed: bool) -> None:
-        """All trajectories of a micro-batch as one row, or each as its own."""
+        """Set whether all trajectories of a micro-batch form one row, or each its own."""
         self.is_packed = packed
         set_attention(self.model, attention.NAME if packed else self._own_attention)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether it computes once what trajectories of a micro-batch begin with."""
+        """Whether a beginning shared by trajectories of a micro-batch is computed once."""
         return self.is_packed and self._may_share_prompts and self.sequence_block is None
 
     def cut(
         self, batch: TrainingBatch, max_tokens: int, chosen: Sequence[int] | None = None
     ) -> list[MicroBatch]:
-        """The micro-batches of all trajectories, or the chosen ones."""
+        """Cut the batch, or the chosen trajectories, into micro-batches."""
         return batch.pack(max_tokens, self.device, chosen, shares_prompts=self.shares_prompts)
 
     def shared_prompts(self, micro_batch: MicroBatch) -> SharedPrompts | None:
-        """What is computed of it; None for all of its tokens."""
+        """The tokens of the micro-batch to compute; None for all."""
         return micro_batch.shared_prompts if self.shares_prompts else None
 
     def forward(
@@ -172,20 +173,19 @@ class Network(torch.nn.Module):
         reference: NetworkOutput | None = None,
         with_records: bool = True,
     ) -> NetworkOutput:
-        """What is asked for, and the values if there is a value head.
+        """Compute what is asked for, and values if there is a value head.
 
-        Log-probabilities and entropies are those of the distribution that a token was sampled from:
-        over its sampling mask, if it has one.
+        Log-probabilities and entropies are over a token's sampling mask, if it has one.
 
         Args:
             trains_entropy: the entropy has a gradient.
-            taught: the candidates of a teacher.
+            taught: a teacher's candidates.
             num_likeliest: K, 0 for none.
-            reference: the output of the policy that `kl` is taken to.
-            with_records: the routers follow, or are compared with, what was recorded.
+            reference: the output of the policy for `kl`.
+            with_records: the routers follow the recorded experts, or are compared with them.
 
         Raises:
-            ConfigError: a trajectory came without a record of its experts.
+            ConfigError: a trajectory has no record of its experts.
         """
         shared = self.shared_prompts(micro_batch)
         records = self.router_records if with_records else None
@@ -195,7 +195,7 @@ class Network(torch.nn.Module):
         hidden = rows(states, tokens.predictors)
         observed = tokens.observed(micro_batch.observed, shared) if with_observed else None
         read = None if observed is None else rows(states, observed[0])
-        # What is computed of the rows is the peak of memory, which these need not be part of.
+        # Computing on the rows is the peak of memory, so free these first.
         del states
         weight, bias = self._head
         columns: dict[str, torch.Tensor | None] = {}
@@ -232,7 +232,7 @@ class Network(torch.nn.Module):
         taught: Candidates | None,
         **options: bool,
     ) -> dict[str, torch.Tensor | None]:
-        """The columns of the whole micro-batch's response tokens, and of their candidates."""
+        """Columns for all response tokens of the micro-batch and their candidates."""
         computed = self._logprobs(hidden, tokens, micro_batch, **options)
         logprobs = computed.logprobs
         return {
@@ -245,7 +245,7 @@ class Network(torch.nn.Module):
     def _logprobs(
         self, hidden: torch.Tensor, tokens: TokenSlice, micro_batch: MicroBatch, **options: bool
     ) -> TokenLogprobs:
-        """Of this rank's response tokens [r]."""
+        """Log-probabilities of this rank's response tokens [r]."""
         weight, bias = self._head
         mask = micro_batch.sampling_mask
         if mask is None:
@@ -256,7 +256,7 @@ class Network(torch.nn.Module):
         )
 
     def _likeliest(self, hidden: torch.Tensor, tokens: TokenSlice, top_k: int) -> Likeliest:
-        """[R, K] of the whole micro-batch."""
+        """The likeliest tokens [R, K] of the whole micro-batch."""
         weight, bias = self._head
         found = likeliest(hidden, weight, top_k, bias, self._transform)
         first, num_all = tokens.first_row * top_k, tokens.num_rows * top_k
@@ -275,8 +275,8 @@ class Network(torch.nn.Module):
         tokens: TokenSlice,
         logprobs: torch.Tensor,
     ) -> torch.Tensor | None:
-        """[M] of the whole micro-batch's candidates, with a gradient if the tokens' [r] have one;
-        None without any."""
+        """[M] log-probabilities of the whole micro-batch's candidates, with a gradient if the
+        tokens' [r] have one; None without candidates."""
         if candidates is None:
             return None
         weight, bias = self._head
@@ -296,14 +296,14 @@ class Network(torch.nn.Module):
         tokens: TokenSlice,
         micro_batch: MicroBatch,
     ) -> torch.Tensor | None:
-        """[O] of the whole micro-batch's observed tokens, over the whole vocabulary, since none of
-        them was sampled."""
+        """[O] log-probabilities of the micro-batch's observed tokens, over the whole vocabulary,
+        since none was sampled."""
         weight, bias = self._head
         computed = token_logprobs(hidden, weight, targets, bias, self._transform)
         return tokens.gather(computed.logprobs, first, len(micro_batch.observed.targets))
 
     def _kl(self, hidden: torch.Tensor, reference: NetworkOutput | None) -> torch.Tensor | None:
-        """Of this rank's response tokens [r], to the reference, over the whole vocabulary."""
+        """KL of this rank's response tokens [r] to the reference, over the whole vocabulary."""
         if reference is None:
             return None
         weight, bias = self._head
@@ -311,7 +311,7 @@ class Network(torch.nn.Module):
         return full_kl(hidden, weight, *theirs, self._transform, bias, reference.head_bias)
 
     def _values(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
-        """[R]; products of the compute dtype are summed in float32."""
+        """[R] values; products in the compute dtype are summed in float32."""
         weight = head.weight.float()
         return torch.nn.functional.linear(hidden.float(), weight, head.bias.float())[:, 0]
 

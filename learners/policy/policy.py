@@ -1,4 +1,5 @@
-"""The policy, or its reference: a network, and what of it is trained, sent and saved.
+"""The policy or the reference policy: a network, and which of its parameters are trained, sent and
+saved.
 
 Invariant: parameters have the names that transformers gives them, here, in checkpoints and on the
 weight channel; master weights are float32.
@@ -35,7 +36,8 @@ from streamrl.weights.layout import Layout, manifest_of
 
 
 class Policy:
-    """Calling it is one forward pass of its network, whose model has an adapter as `lora` says."""
+    """Calling it makes one forward pass of its network, whose model has an adapter if `lora` says
+    so."""
 
     def __init__(self, network: Network, lora: LoraSettings | None = None) -> None:
         self.network = network
@@ -50,21 +52,22 @@ class Policy:
         *,
         is_reference: bool = False,
     ) -> "Policy":
-        """The run's policy with the weights at `path`, by default those of `model.path`, and with a
-        new adapter if `learner.lora` says so."""
+        """The run's policy with the weights at `path`, by default `model.path`, and with a new
+        adapter if `learner.lora` asks for one."""
         lora = None if is_reference else config.learner.lora
         network = load_network(config, path, lora=lora, mesh=mesh, is_reference=is_reference)
         return cls(network, lora)
 
     @classmethod
     def reference_of(cls, config: RunConfig, policy: "Policy", mesh: Mesh | None) -> "Policy":
-        """The policy of `model.path`, which an adapter leaves where it is."""
+        """The policy of `model.path` as reference; with an adapter it is the same network without
+        it."""
         if policy._lora is not None:
             return _WithoutAdapter(policy.network, policy._lora)
         return cls.from_config(config, mesh=mesh, is_reference=True)
 
     def __call__(self, micro_batch: MicroBatch, **asked: Any) -> NetworkOutput:
-        """What is `asked` of `Network.forward`."""
+        """A forward pass; `asked` are arguments of `Network.forward`."""
         output: NetworkOutput = self.network(micro_batch, **asked)
         return output
 
@@ -83,17 +86,17 @@ class Policy:
         return int(head.weight.shape[0])
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Those that are trained, by name, tied ones once."""
+        """The trained parameters by name, tied ones once."""
         named = self.model.named_parameters()
         return {name: master_of(p) for name, p in named if p.requires_grad}
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """What generators are sent, by name; parameters that are sharded come as they are."""
+        """The tensors that generators are sent, by name; sharded parameters stay sharded."""
         return self._sent(full)
 
     def layout(self, settings: WeightSettings) -> Layout:
-        """That of `weights` as the settings have them sent, what is `kept_in_float32` so; no other
-        rank is needed."""
+        """The layout of `weights` in the dtype to be sent, except what is `kept_in_float32`; needs
+        no other rank."""
         dtype = getattr(torch, settings.dtype) if settings.dtype else None
         loaded_in = torch.bfloat16 if dtype == float8.DTYPE else dtype
         exact = kept_in_float32(self.model, loaded_in) if loaded_in else ()
@@ -112,8 +115,8 @@ class Policy:
         num_tokens: int,
         top: Likeliest | None = None,
     ) -> torch.Tensor:
-        """[R of the whole batch] in nats, on the CPU; `num_tokens` is R. The likeliest tokens are
-        written to `top`."""
+        """Log-probabilities [R of the whole batch] in nats, on the CPU; `num_tokens` is R. The
+        likeliest tokens are written to `top`."""
         logprobs = torch.zeros(num_tokens)
         for micro_batch in micro_batches:
             computed = self(micro_batch, num_likeliest=0 if top is None else top.token_ids.shape[1])
@@ -127,21 +130,22 @@ class Policy:
         return logprobs
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Those that belong to the model's state, by name; no step changes them."""
+        """Buffers that belong to the model's state, by name; no step changes them."""
         names = self.model.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self.model.named_buffers() if name in names}
 
     def save(
         self, folder: Path, settings: ModelSettings, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """See `save_model`; `weights` are those of parameters and buffers, whole, on the CPU."""
+        """Save the policy; see `save_model`. `weights` are its parameters and buffers, whole, on
+        the CPU."""
         if weights and self._lora is not None:
             weights = merged_weights(self._lora, settings, weights)
         save_model(folder, self.model.config, settings, weights)
 
 
 class _WithoutAdapter(Policy):
-    """For passes without gradient."""
+    """The policy without its adapter, for passes without gradient."""
 
     def __call__(self, micro_batch: MicroBatch, **asked: Any) -> NetworkOutput:
         with without_adapter(self.model):
