@@ -300,7 +300,7 @@ StateRequest: TypeAlias = (
     | SchedulingStateRequest
     | StatsRequest
 )
-"""Requests that need only the state, and PutRequest, which also needs its payload."""
+"""Requests that need only the state, and a sibling's put, which also needs its payload."""
 
 Request: TypeAlias = StateRequest | PutRequest
 

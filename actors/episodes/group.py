@@ -62,7 +62,7 @@ class GroupProgress:
     """The episodes of a group that is being sampled."""
 
     num_episodes: int = 0
-    """Of a group that has not begun; then `episodes` counts."""
+    """Used until the group has begun; from then on `episodes` counts."""
     episodes: Sequence[EpisodeRun] = ()
     """Empty before the group begins."""
     on_slot_free: Callable[[], None] = lambda: None
@@ -107,80 +107,12 @@ class GroupProgress:
         return sum(not episode.is_over for episode in self.episodes)
 
 
-def first_of_each(rewards: Sequence[float], count: int) -> list[int]:
-    """The indices of `count` rewards, ascending: the first of each value, then the second of each,
-    and so on; from a round that does not fit completely, the first ones."""
-    seen: Counter[float] = Counter()
-    rounds = []
-    for place, reward in enumerate(rewards):
-        rounds.append((seen[reward], place))
-        seen[reward] += 1
-    return sorted(place for _, place in sorted(rounds)[:count])
-
-
-def _facts(rollout: Rollout, score: Score, segment: Segment) -> GroupFacts:
-    return GroupFacts(
-        num_tokens=sum(len(span.token_ids) for span in segment.spans),
-        reward=score.reward,
-        finish_reason=rollout.finish_reason,
-        turns=segment.turns,
-        metrics={**score.metrics, **rollout.metrics},
-        media=tuple(medium.id for medium in segment.media),
-        extracted=score.extracted,
-    )
-
-
-def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> TrajectoryGroup:
-    """The group of these siblings; each of their segments is one trajectory. `fields` are the
-    group's other fields. Arrays are joined and checked once for the whole group.
-
-    Raises:
-        ValueError: an engine or an environment has recorded what no trajectory may hold.
-    """
-    segments = [segment for rollout, _ in siblings for segment in rollout.segments]
-    spans = [span for segment in segments for span in segment.spans]
-    lengths = [len(span.token_ids) for span in spans]
-    policy_versions = np.concatenate([span.policy_versions for span in spans])
-    response_mask = policy_versions >= 0
-    loss_mask: BoolArray | None = None
-    if not all(span.in_loss for span in spans):
-        in_loss = [np.full(len(span.token_ids), span.in_loss) for span in spans]
-        loss_mask = response_mask & np.concatenate(in_loss)
-    facts = tuple(_facts(*s, segment) for s in siblings for segment in s[0].segments)
-    experts = [segment.routed_experts for segment in segments]
-    packed = PackedGroup(
-        facts=facts,
-        token_ids=np.concatenate([span.token_ids for span in spans]),
-        response_mask=response_mask,
-        behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
-        policy_versions=policy_versions,
-        loss_mask=loss_mask,
-        episode_indices=episode_indices(len(rollout.segments) for rollout, _ in siblings),
-        media=distinct(medium for rollout, _ in siblings for medium in rollout.media),
-        sampling_mask=TokenSets.joined([span.sampling_mask for span in spans], lengths),
-        top_logprobs=TopLogprobs.joined([span.top_logprobs for span in spans], lengths),
-        routed_experts=RoutedExperts.joined(experts, [fact.num_tokens for fact in facts]),
-        **fields,
-    )
-    return packed.group()
-
-
 class TruncatedGroupError(Exception):
     """Limits cut too many siblings, and `generator.episode.truncated` is `drop`."""
 
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
         super().__init__(f"limits cut all but a few of {len(rollouts)} siblings")
         self.lengths = [rollout.num_sampled_tokens for rollout in rollouts]
-
-
-async def _sibling(
-    progress: GroupProgress, start: EnvironmentContext, sampling: SamplingParams
-) -> Rollout:
-    """Run the episode at this index, unless it is finished, and keep its rollout in `progress`."""
-    number, finished = start.episode_index, progress.finished
-    if number not in finished:
-        finished[number] = await progress.episodes[number].run(start, sampling)
-    return finished[number]
 
 
 @dataclass(frozen=True)
@@ -411,6 +343,74 @@ class GroupRunner:
             metrics=rollout.metrics,
             messages=rollout.messages,
         )
+
+
+async def _sibling(
+    progress: GroupProgress, start: EnvironmentContext, sampling: SamplingParams
+) -> Rollout:
+    """Run the episode at this index, unless it is finished, and keep its rollout in `progress`."""
+    number, finished = start.episode_index, progress.finished
+    if number not in finished:
+        finished[number] = await progress.episodes[number].run(start, sampling)
+    return finished[number]
+
+
+def first_of_each(rewards: Sequence[float], count: int) -> list[int]:
+    """The indices of `count` rewards, ascending: the first of each value, then the second of each,
+    and so on; from a round that does not fit completely, the first ones."""
+    seen: Counter[float] = Counter()
+    rounds = []
+    for place, reward in enumerate(rewards):
+        rounds.append((seen[reward], place))
+        seen[reward] += 1
+    return sorted(place for _, place in sorted(rounds)[:count])
+
+
+def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> TrajectoryGroup:
+    """The group of these siblings; each of their segments is one trajectory. `fields` are the
+    group's other fields. Arrays are joined and checked once for the whole group.
+
+    Raises:
+        ValueError: an engine or an environment has recorded what no trajectory may hold.
+    """
+    segments = [segment for rollout, _ in siblings for segment in rollout.segments]
+    spans = [span for segment in segments for span in segment.spans]
+    lengths = [len(span.token_ids) for span in spans]
+    policy_versions = np.concatenate([span.policy_versions for span in spans])
+    response_mask = policy_versions >= 0
+    loss_mask: BoolArray | None = None
+    if not all(span.in_loss for span in spans):
+        in_loss = [np.full(len(span.token_ids), span.in_loss) for span in spans]
+        loss_mask = response_mask & np.concatenate(in_loss)
+    facts = tuple(_facts(*s, segment) for s in siblings for segment in s[0].segments)
+    experts = [segment.routed_experts for segment in segments]
+    packed = PackedGroup(
+        facts=facts,
+        token_ids=np.concatenate([span.token_ids for span in spans]),
+        response_mask=response_mask,
+        behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
+        policy_versions=policy_versions,
+        loss_mask=loss_mask,
+        episode_indices=episode_indices(len(rollout.segments) for rollout, _ in siblings),
+        media=distinct(medium for rollout, _ in siblings for medium in rollout.media),
+        sampling_mask=TokenSets.joined([span.sampling_mask for span in spans], lengths),
+        top_logprobs=TopLogprobs.joined([span.top_logprobs for span in spans], lengths),
+        routed_experts=RoutedExperts.joined(experts, [fact.num_tokens for fact in facts]),
+        **fields,
+    )
+    return packed.group()
+
+
+def _facts(rollout: Rollout, score: Score, segment: Segment) -> GroupFacts:
+    return GroupFacts(
+        num_tokens=sum(len(span.token_ids) for span in segment.spans),
+        reward=score.reward,
+        finish_reason=rollout.finish_reason,
+        turns=segment.turns,
+        metrics={**score.metrics, **rollout.metrics},
+        media=tuple(medium.id for medium in segment.media),
+        extracted=score.extracted,
+    )
 
 
 def unbuffered_lease(purpose: str, prompt_index: int) -> Lease:

@@ -50,37 +50,6 @@ from streamrl.types import (
 from streamrl.types.tokens import Int32Array
 
 
-def sampling_mask(trajectories: Sequence[Trajectory]) -> Candidates | None:
-    """The candidates that each response token was sampled among; None if none were recorded."""
-    lengths = [t.num_tokens for t in trajectories]
-    sets = TokenSets.joined([t.sampling_mask for t in trajectories], lengths)
-    return None if sets is None else _candidates(sets, trajectories)
-
-
-def top_candidates(trajectories: Sequence[Trajectory], targets: torch.Tensor) -> Candidates | None:
-    """The likeliest candidates besides the response token itself [R]; None if none were
-    recorded."""
-    lengths = [t.num_tokens for t in trajectories]
-    sets = TopLogprobs.joined([t.top_logprobs for t in trajectories], lengths)
-    if sets is None:
-        return None
-    logprobs = torch.from_numpy(sets.logprobs)
-    return _candidates(sets, trajectories, logprobs).without(targets)
-
-
-def _candidates(
-    sets: TokenSets, trajectories: Sequence[Trajectory], logprobs: torch.Tensor | None = None
-) -> Candidates:
-    is_response = np.concatenate([t.response_mask for t in trajectories])
-    rows = np.cumsum(is_response) - 1
-    return Candidates(
-        owners=torch.from_numpy(rows[sets.owners]),
-        token_ids=torch.from_numpy(sets.token_ids).long(),
-        num_rows=int(is_response.sum()),
-        behavior_logprobs=logprobs,
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Episodes:
     first: torch.Tensor
@@ -456,6 +425,37 @@ class TrainingBatch:
         """By index in the batch, the position of this rank's trajectories in `trajectories`."""
         own = (i for i, owner in enumerate(self.owners) if owner == self.rank)
         return {i: place for place, i in enumerate(own)}
+
+
+def sampling_mask(trajectories: Sequence[Trajectory]) -> Candidates | None:
+    """The candidates that each response token was sampled among; None if none were recorded."""
+    lengths = [t.num_tokens for t in trajectories]
+    sets = TokenSets.joined([t.sampling_mask for t in trajectories], lengths)
+    return None if sets is None else _candidates(sets, trajectories)
+
+
+def top_candidates(trajectories: Sequence[Trajectory], targets: torch.Tensor) -> Candidates | None:
+    """The likeliest candidates besides the response token itself [R]; None if none were
+    recorded."""
+    lengths = [t.num_tokens for t in trajectories]
+    sets = TopLogprobs.joined([t.top_logprobs for t in trajectories], lengths)
+    if sets is None:
+        return None
+    logprobs = torch.from_numpy(sets.logprobs)
+    return _candidates(sets, trajectories, logprobs).without(targets)
+
+
+def _candidates(
+    sets: TokenSets, trajectories: Sequence[Trajectory], logprobs: torch.Tensor | None = None
+) -> Candidates:
+    is_response = np.concatenate([t.response_mask for t in trajectories])
+    rows = np.cumsum(is_response) - 1
+    return Candidates(
+        owners=torch.from_numpy(rows[sets.owners]),
+        token_ids=torch.from_numpy(sets.token_ids).long(),
+        num_rows=int(is_response.sum()),
+        behavior_logprobs=logprobs,
+    )
 
 
 def _among(own: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

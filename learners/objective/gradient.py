@@ -44,42 +44,6 @@ from streamrl.algorithms.parts import Rescaling
 from streamrl.algorithms.rollout_is import RolloutISStatistics
 from streamrl.config import RunConfig
 
-
-class SeenWeights:
-    """The importance weights that the loss used, for the step's samples: of a batch's first part,
-    from the last update of each trajectory. They stay on the device until taken."""
-
-    def __init__(self, *, is_on: bool) -> None:
-        self._is_on = is_on
-        self._is_first = True
-        self._rows: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...] = ()
-
-    def begin(self, *, is_first: bool) -> None:
-        """Begin a part of a batch."""
-        self._is_first = is_first
-        self._rows = () if is_first else self._rows
-
-    def add(self, micro_batch: MicroBatch, weights: torch.Tensor | None) -> None:
-        """Add the weights [R] of a micro-batch; None if there is no correction."""
-        if weights is None or not self._is_on or not self._is_first or micro_batch.is_empty:
-            return
-        own = (micro_batch.members, micro_batch.sequences.lengths, weights.detach().float().clone())
-        self._rows = (*self._rows, own)
-
-    def take(self) -> Mapping[int, NDArray[np.float32]]:
-        """Weights [response tokens] by the trajectory's index in the part. Waits for the device."""
-        rows, self._rows = self._rows, ()
-        return {
-            member: own
-            for members, lengths, weights in rows
-            for member, own in zip(
-                members.tolist(),
-                np.split(weights.cpu().numpy(), np.cumsum(lengths.tolist())[:-1]),
-                strict=True,
-            )
-        }
-
-
 Term = TypeVar("Term", float, torch.Tensor)
 Columns: TypeAlias = tuple[torch.Tensor | None, ...]
 Work: TypeAlias = tuple[tuple[MicroBatch, Targets], ...]
@@ -337,6 +301,41 @@ class Gradient:
         if targets.proximal_logprobs is None:
             return logprobs.detach()
         return targets.proximal_logprobs
+
+
+class SeenWeights:
+    """The importance weights that the loss used, for the step's samples: of a batch's first part,
+    from the last update of each trajectory. They stay on the device until taken."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._is_first = True
+        self._rows: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...] = ()
+
+    def begin(self, *, is_first: bool) -> None:
+        """Begin a part of a batch."""
+        self._is_first = is_first
+        self._rows = () if is_first else self._rows
+
+    def add(self, micro_batch: MicroBatch, weights: torch.Tensor | None) -> None:
+        """Add the weights [R] of a micro-batch; None if there is no correction."""
+        if weights is None or not self._is_on or not self._is_first or micro_batch.is_empty:
+            return
+        own = (micro_batch.members, micro_batch.sequences.lengths, weights.detach().float().clone())
+        self._rows = (*self._rows, own)
+
+    def take(self) -> Mapping[int, NDArray[np.float32]]:
+        """Weights [response tokens] by the trajectory's index in the part. Waits for the device."""
+        rows, self._rows = self._rows, ()
+        return {
+            member: own
+            for members, lengths, weights in rows
+            for member, own in zip(
+                members.tolist(),
+                np.split(weights.cpu().numpy(), np.cumsum(lengths.tolist())[:-1]),
+                strict=True,
+            )
+        }
 
 
 def _backward_of_nothing(*columns: torch.Tensor | None) -> None:
