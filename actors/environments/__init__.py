@@ -1,10 +1,10 @@
 """Environments: what answers the policy's completions.
 
 A built-in one is imported where it is used, so that a package which is not installed is missed only
-there. With a colon (`gymnasium:ID`) the rest of the name is its first argument. A user's own is a
-class in a file, PATH.py:CLASS. Either is made anew for each episode, with the entry's arguments.
+there. In a name with a colon (`gymnasium:ID`) the rest is its first argument. A user's own is a
+class in a file, PATH.py:CLASS. Each episode gets a new one, made with the entry's arguments.
 
-Invariant: a user's own that fails costs its group (RolloutError), never the daemon.
+Invariant: a user's environment that fails costs its group (RolloutError), never the daemon.
 """
 
 import inspect
@@ -65,23 +65,24 @@ _INSTEAD: Mapping[str, str] = {
     },
     "sokoban": "textarena:Sokoban-v0 is the same game",
 }
-"""What there is in the place of environments of earlier releases."""
+"""What replaces environments of earlier releases."""
 
 
 def make_environment(entry: EnvironmentEntry) -> "Environment | Agent":
-    """A fresh environment of the entry, without tools; errors are those of `environment_maker`."""
+    """A new environment of the entry, without tools; raises as `environment_maker` does."""
     return environment_maker(entry, Toolset())()
 
 
 def environment_maker(entry: EnvironmentEntry, toolset: Toolset) -> Make:
-    """What makes a fresh environment of the entry at each call; the entry is checked here, once.
+    """A function that makes a new environment of the entry at each call; the entry is checked here,
+    once.
 
     Args:
-        toolset: of the generator, which the episodes of environment `tools` share.
+        toolset: the generator's, shared by the episodes of environment `tools`.
 
     Raises:
-        ConfigError: the name or an argument is unknown or a package is not installed; by the call,
-            if a value is not allowed or a user's own cannot be loaded.
+        ConfigError: the name or an argument is unknown, or a package is not installed; from the
+            returned function, if a value is not allowed or a user's own cannot be loaded.
     """
     if is_user_code(entry.environment):
         return partial(UserEnvironment, entry)
@@ -96,8 +97,8 @@ def environment_maker(entry: EnvironmentEntry, toolset: Toolset) -> Make:
 def require_rendering(entries: Sequence[EnvironmentEntry], renderer: "ChatRenderer") -> None:
     """
     Raises:
-        ConfigError: the chat template loses what an environment tells the policy, or the calls of
-            tools that it makes cannot be read.
+        ConfigError: the chat template loses what an environment tells the policy, or the policy's
+            tool calls cannot be read.
     """
     if any(entry.environment != "single_turn" for entry in entries):
         renderer.require_replies()
@@ -121,7 +122,7 @@ def _built_in(entry: EnvironmentEntry, kind: str, own_id: str | None) -> Make:
         )
     try:
         if kind == "agent" and find_spec("aiohttp") is None:
-            # The gateway's, which is imported once it serves.
+            # The gateway's agent, which is imported once it serves.
             raise ImportError("aiohttp", name="aiohttp")
         make: Make = resolve_name(loads[kind])
         return make
@@ -137,10 +138,10 @@ def _made(entry: EnvironmentEntry, make: Make) -> "Environment | Agent":
 
 
 class UserEnvironment:
-    """A user's own, whose errors become those of its rollout.
+    """A user's environment, whose errors become errors of its rollout.
 
     Raises:
-        ConfigError: it cannot be made with the entry's arguments, or lacks a method.
+        ConfigError: it cannot be created with the entry's arguments, or lacks a method.
     """
 
     def __init__(self, entry: EnvironmentEntry) -> None:
@@ -167,7 +168,7 @@ class UserEnvironment:
         return transition
 
     async def snapshot(self) -> Any:
-        """None if the user's own makes none."""
+        """None if the user's environment makes no snapshots."""
         if getattr(self._environment, "snapshot", None):
             return await self._call("snapshot")
         return None

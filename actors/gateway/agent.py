@@ -1,6 +1,7 @@
-"""An agent plays an episode by asking the policy, where an environment answers it.
+"""An agent plays an episode by asking the policy for completions; an environment, in contrast,
+answers them.
 
-`actors.episodes` calls `play` where the episode has an agent instead of an environment.
+`actors.episodes` calls `play` if the episode has an agent instead of an environment.
 
     runs/NAME/gateways/GENERATOR.json   where agents reach it, while it is there
 """
@@ -28,7 +29,7 @@ class AgentResult:
     """How an agent ended its episode."""
 
     reward: float | None = None
-    """None: `data.reward` alone scores it."""
+    """None: only `data.reward` scores it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -47,13 +48,14 @@ class Agent(Protocol):
 
 @cache
 def is_agent(player: type) -> bool:
-    """Whether players of this class are agents. To look takes as long as an episode of one turn."""
+    """Whether players of this class are agents. Cached: the look-up takes as long as an episode of
+    one turn."""
     return issubclass(player, Agent)
 
 
 async def play(agent: Agent, session: Session, context: EnvironmentContext) -> AgentResult:
-    """The agent's episode, with its reward recorded. Waits for the agent, which a limit of the
-    caller's cancels; one that fails once a limit has cut its episode has been cut, too.
+    """Let the agent play, and record its reward. Waits for the agent, which a limit of the caller
+    cancels; a failure after a limit has cut the episode counts as cut.
 
     Raises:
         RolloutError: the agent failed, disappeared, or asked for nothing.
@@ -74,14 +76,14 @@ async def play(agent: Agent, session: Session, context: EnvironmentContext) -> A
 
 
 AGENT = "agent"
-"""The name of the environment that agents play."""
+"""The name of the environment whose episodes agents play."""
 
 
 class UnservedAgent:
-    """Stands for the environment where no gateway serves it."""
+    """Stands for the environment if no gateway serves it."""
 
     def __init__(self, function: str | None = None, command: str | list[str] | None = None) -> None:
-        """Takes what `generator.agent` has of one of several environments."""
+        """Takes the settings that `generator.agent` has for one of several environments."""
 
     async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
         raise RolloutError(
@@ -93,7 +95,7 @@ class UnservedAgent:
 async def serving_agents(
     config: RunConfig, generator_id: str, renderer: "ChatRenderer"
 ) -> AsyncIterator[Mapping[str, Agent]]:
-    """What plays the episodes of environment `agent`, by the names of the entries.
+    """The agents for the entries with environment `agent`, by entry name, for the block.
 
     Raises:
         ConfigError: the gateway cannot be started as it is configured.
@@ -103,7 +105,7 @@ async def serving_agents(
     if not names:
         yield {}
         return
-    # It imports what serves HTTP, which only such an environment needs.
+    # Imports the HTTP server, which only such environments need.
     from actors.gateway.gateway import Gateway
 
     gateway = Gateway(config)

@@ -1,7 +1,7 @@
 """Prompts to token ids and completions to text: chat template, length, truncation, images.
 
-Invariant: the ids that the engine gets are the ids that are recorded, placeholders of images
-included; nothing is tokenized twice.
+Invariant: the ids given to the engine are the ids that are recorded, including image placeholders;
+nothing is tokenized twice.
 """
 
 import json
@@ -30,7 +30,7 @@ from streamrl.vision.places import Placeholders
 
 @dataclass(frozen=True)
 class PromptVision:
-    """Of a model that sees images."""
+    """How a model that sees images reads them."""
 
     reader: PatchReader
     placeholders: Placeholders
@@ -44,7 +44,7 @@ class PromptVision:
         """
         folder = Path(model.path)
         if folder.is_dir() and not (folder / "config.json").is_file():
-            # A tokenizer alone renders text.
+            # For text a tokenizer is enough.
             return None
         trust = model.trust_remote_code
         reader = PatchReader.of(model.path, trust_remote_code=trust)
@@ -56,7 +56,7 @@ class PromptVision:
     def expand(
         self, token_ids: Sequence[int], media: Sequence[Media], place: str
     ) -> tuple[int, ...]:
-        """Token ids as the model reads them, from those of a rendered template.
+        """Expand the token ids of a rendered template to those that the model reads.
 
         Raises:
             RolloutError: a medium is malformed, or a text contains a placeholder token.
@@ -66,7 +66,7 @@ class PromptVision:
 
 
 def sees_media(prompt: Prompt) -> bool:
-    """Whether its messages hold images or videos."""
+    """Whether the prompt's messages hold images or videos."""
     return not isinstance(prompt.content, str) and has_media(prompt.content)
 
 
@@ -82,13 +82,14 @@ def load_media(prompt: Prompt) -> Prompt:
 
 
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-# How vocabularies write bytes: SentencePiece each as a token, byte-level BPE in GPT-2's alphabet.
+# How vocabularies represent bytes: SentencePiece as one token each, byte-level BPE in GPT-2's
+# alphabet.
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class PromptTooLongError(Exception):
-    """The prompt exceeds `data.max_prompt_length` and is left out by `data.truncation`."""
+    """The prompt exceeds `data.max_prompt_length`, and `data.truncation` leaves it out."""
 
 
 class ChatRenderer:
@@ -128,7 +129,7 @@ class ChatRenderer:
 
         Raises:
             ConfigError: longer, and `data.truncation` is `error`.
-            PromptTooLongError: longer, and it is `drop`, or `filter` where no row was filtered.
+            PromptTooLongError: longer, and it is `drop`, or `filter` but rows were not filtered.
         """
         ids = self.token_ids_of(prompt)
         longest = self._data.max_prompt_length
@@ -155,8 +156,8 @@ class ChatRenderer:
                 )
 
     def fits(self, prompt: Prompt) -> bool:
-        """Within `data.max_prompt_length`. A prompt whose images cannot be read fits: it fails when
-        it is sampled, and is counted."""
+        """Whether the prompt is within `data.max_prompt_length`. One whose images cannot be read
+        counts as fitting: it fails, and is counted, when it is sampled."""
         try:
             return len(self.token_ids_of(load_media(prompt))) <= self._data.max_prompt_length
         except RolloutError:
@@ -172,8 +173,8 @@ class ChatRenderer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def vocabulary_sample(self, count: int) -> tuple[Sequence[int], str]:
-        """About `count` ids of the vocabulary, evenly, and the text that they stand for, by which
-        another tokenizer is known; none is special, which engines may leave out."""
+        """About `count` ids, spread over the vocabulary, and their text, to recognize a different
+        tokenizer; without special tokens, which engines may leave out."""
         plain = sorted(set(self._tokenizer.get_vocab().values()) - self._special_ids)
         token_ids = plain[:: max(1, len(plain) // count)]
         return token_ids, str(self._tokenizer.decode(token_ids))
@@ -215,9 +216,9 @@ class ChatRenderer:
         completion_token_ids: Sequence[int],
         tools: Sequence[ToolSchema] = (),
     ) -> tuple[int, ...]:
-        """A completion that ended with a token which ends a turn in the template, or with the one
-        that opens the reply, is followed by what the template puts behind it; any other one is
-        ended first. Behind such a token may be the end of sequence, which not every template
+        """If a completion ended with the token that ends a turn in the template, or with the one
+        that opens the reply, what the template puts after that follows; otherwise the turn is ended
+        first. The ending token may be followed by an end of sequence, which not every template
         writes.
 
         Raises:
@@ -239,7 +240,7 @@ class ChatRenderer:
         return ids[ending[-1] if ending else num_ending :]
 
     def require_replies(self) -> None:
-        """Raise ConfigError if there is a template, and it renders no reply to a completion."""
+        """Raise ConfigError if there is a template but it renders no reply to a completion."""
         if self._template is not None:
             self._template.require_replies()
 
@@ -276,11 +277,11 @@ class ChatRenderer:
         return media_of(messages, "a conversation")
 
     def media_of(self, prompt: Prompt) -> tuple[Media, ...]:
-        """Those of a prompt whose media were read."""
+        """The media of a prompt whose media were read."""
         return () if isinstance(prompt.content, str) else media_of(prompt.content, _place(prompt))
 
     def token_ids_of(self, prompt: Prompt) -> tuple[int, ...]:
-        """All token ids of the prompt, however many."""
+        """All token ids of the prompt, without a limit."""
         content = prompt.content
         if self._template is None and isinstance(content, str):
             return self._token_ids(f"{self._data.system_prompt or ''}{content}")
@@ -300,7 +301,7 @@ class ChatRenderer:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _for_template(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
-        """Those that the template describes."""
+        """The tools that the template describes."""
         return tools if self._data.tool_schemas == "template" else ()
 
     def _required(self, messages: Sequence[Message], place: str) -> ChatTemplate:
@@ -327,7 +328,7 @@ def _place(prompt: Prompt) -> str:
 
 
 def _described(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Sequence[Message]:
-    """With the tools in the system message."""
+    """The messages with the tools described in the system message."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = f"You may call these tools:\n<tools>\n{schemas}\n</tools>"
     first, rest = messages[:1], messages[1:]

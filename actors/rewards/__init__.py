@@ -1,8 +1,8 @@
 """Rewards: built-in ones and a user's own Python file, one or several with weights.
 
-A built-in is a function of one of the forms of `actors.rewards.forms` and a line in `BUILT_IN`;
-where it keeps something between calls, a class and a line in `STATEFUL`. A user's own is named as
-PATH.py:NAME:
+A built-in reward is a function of one of the forms of `actors.rewards.forms` and a line in
+`BUILT_IN`; if it keeps something between calls, a class and a line in `STATEFUL`. A user's own is
+named as PATH.py:NAME:
 
     # rewards.py
     def score(episode):
@@ -45,9 +45,10 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "tool_calls": tool_calls,
 }
 QUICK = frozenset({"environment", "exact_match", "length", "numeric_answer"})
-"""Of `BUILT_IN`: without `pattern`, whose search may take any time, they take microseconds."""
+"""Built-in rewards that take microseconds, unless given a `pattern`, whose search may take any
+time."""
 AT_ONCE: Mapping[str, AtOnce] = {"math": builtin.math_at_once}
-"""Of others, what decides the most of their calls as quickly."""
+"""For others, a function that decides most of their calls as quickly."""
 STATEFUL: Mapping[str, str] = {
     "code": "actors.rewards.code.reward:Code",
     "http": "actors.rewards.remote.http:HttpReward",
@@ -55,10 +56,10 @@ STATEFUL: Mapping[str, str] = {
     "reward_model": "actors.rewards.reward_model:RewardModel",
     "sandbox_fusion": "actors.rewards.code.reward:SandboxFusion",
 }
-"""MODULE:CLASS by name. The class has `Settings`, a section of its arguments, is made of them, and
-has an async `score(episode)` or `score(episodes)`."""
+"""MODULE:CLASS by name. The class has `Settings`, a section with its arguments, is created from
+them, and has an async `score(episode)` or `score(episodes)`."""
 ISOLATED: Mapping[str, str] = {"math": "actors.rewards.math_answer:math"}
-"""MODULE:FUNCTION by name, of those that run in processes of their own."""
+"""MODULE:FUNCTION by name, for rewards that run in their own processes."""
 _GOLDS: Mapping[str, Callable[[Prompt], object]] = {
     "exact_match": builtin.text_to_match,
     "math": builtin.expression_to_match,
@@ -70,10 +71,10 @@ _MAX_CONCURRENT, _REMOTE_RETRIES = 64, 3
 
 
 def make_reward(data: DataSettings) -> Reward:
-    """The rewards of `data.rewards`, or the one of `data.reward` with `data.reward_kwargs`.
+    """The rewards in `data.rewards`, or the one in `data.reward` with `data.reward_kwargs`.
 
     Raises:
-        ConfigError: one of them cannot be made.
+        ConfigError: one of them cannot be created.
     """
     key = data.data_source_key
     fields = [("data.reward", "data.reward_kwargs")]
@@ -85,7 +86,7 @@ def make_reward(data: DataSettings) -> Reward:
 
 
 def function_of(name: str, field: str = "reward") -> Callable[..., Any]:
-    """The function of a user's own or of `BUILT_IN`.
+    """The reward function: a user's own, or one of `BUILT_IN`.
 
     Raises:
         ConfigError: there is none, or its package is not installed.
@@ -129,7 +130,7 @@ def _made(
 def _function(
     settings: RewardSettings, field: str, kwargs_field: str
 ) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """What scores, with the arguments of a call."""
+    """The scoring function, with the arguments of a call."""
     name, kwargs = settings.reward, settings.kwargs
     if name in STATEFUL:
         made = resolve_name(STATEFUL[name])
@@ -167,7 +168,7 @@ def _limits(settings: RewardSettings, bound: BoundFunction, is_isolated: bool) -
 
 
 def _check_call(field: str, name: str, own: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Whether a user's own can be called in its form with these arguments."""
+    """Check that a user's function can be called in its form with these arguments."""
     signature = inspect.signature(own)
     args, named = _arguments(own, signature, kwargs)
     try:
@@ -183,7 +184,7 @@ def _check_call(field: str, name: str, own: Callable[..., Any], kwargs: Mapping[
 def _check_built_in(
     field: str, name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Whether a built-in function takes these arguments, and has all that it needs."""
+    """Check that a built-in function takes these arguments and has all that it needs."""
     check_kwargs(field, name, function, kwargs, num_given=1)
     for key, parameter in inspect.signature(function).parameters.items():
         given = kwargs.get(key)
@@ -202,7 +203,7 @@ def _check_built_in(
 
 
 def _checked(field: str, section: type[Settings], kwargs: Mapping[str, Any]) -> Settings:
-    """The arguments of a reward as its section of settings."""
+    """The arguments of a reward, as its section of settings."""
     try:
         return section.model_validate(kwargs)
     except ValidationError as error:
@@ -213,7 +214,7 @@ def _checked(field: str, section: type[Settings], kwargs: Mapping[str, Any]) -> 
 def _arguments(
     own: Callable[..., Any], signature: inspect.Signature, kwargs: Mapping[str, Any]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Arguments of a call in its form; the columns of TRL's are what rows have."""
+    """The arguments of a call in this form; TRL's form also gets the rows' columns."""
     form, known = form_of(own), set(VERL_NAMES) | {f"{name}s" for name in VERL_NAMES}
     if form in (OWN, OWN_GROUP):
         return (object(),), {}
@@ -228,19 +229,19 @@ def _arguments(
 
 
 def check_row(settings: RewardSettings, prompt: Prompt, kwargs_field: str) -> None:
-    """Asks what the reward itself asks before it scores.
+    """Check a row as the reward itself does before it scores.
 
     Args:
-        kwargs_field: the setting that has its arguments.
+        kwargs_field: the setting that holds its arguments.
 
     Raises:
-        RolloutError: whatever a response is, its group would fail.
+        RolloutError: its group would fail whatever the response.
         ConfigError: the arguments are not those of the reward.
     """
     if read := _GOLDS.get(settings.reward):
         read(prompt)
     elif settings.reward in ("code", "sandbox_fusion"):
-        # Not above: other rewards do without a sandbox.
+        # Not imported above: other rewards need no sandbox.
         from actors.rewards.code.reward import check_tests
 
         made = resolve_name(STATEFUL[settings.reward])

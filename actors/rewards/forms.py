@@ -1,4 +1,4 @@
-"""The forms of a function that scores: how each is called, and what its answer means.
+"""The forms of a reward function: how each is called, and what its answer means.
 
     (episode, **kwargs)                                              a number
     (episodes, **kwargs)                                             a list of numbers
@@ -11,7 +11,7 @@ dict under `extracted`, or `pred` as verl has it, is what was read in the respon
 the reward does not apply to the episode.
 
 A form is recognized by the names of the parameters.
-Invariant: what a function answers is one finite number for each episode, or a RolloutError.
+Invariant: a function gives one finite number for each episode, or it is a RolloutError.
 """
 
 import inspect
@@ -38,7 +38,7 @@ _TRL_OWN = frozenset({"prompt", "completion", "completion_ids"})
 
 @dataclass(frozen=True)
 class Form:
-    """`arguments` makes those of a call from episodes and the column of their data source."""
+    """`arguments` makes a call's arguments from episodes and the column of their data source."""
 
     arguments: Callable[[Sequence[Episode], str], Arguments]
     takes_group: bool
@@ -59,7 +59,7 @@ def form_of(function: Callable[..., Any]) -> Form:
 
 @dataclass(frozen=True)
 class BoundFunction:
-    """A function with the arguments of the configuration. `name` stands in errors."""
+    """A reward function with the arguments from the configuration. `name` is used in errors."""
 
     function: Callable[..., Any]
     kwargs: Mapping[str, Any]
@@ -79,17 +79,18 @@ class BoundFunction:
         return inspect.iscoroutinefunction(self.function)
 
     def score(self, episodes: Sequence[Episode]) -> list[Score | None]:
-        """Of one episode unless it takes a group; for a function that is not async.
+        """Score one episode, or a group if the function takes groups; for functions that are not
+        async.
 
         Raises:
-            RolloutError: it raised, or answered something else than finite numbers.
+            RolloutError: it raised, or returned something other than finite numbers.
         """
         with self._attributed():
             answer = self._call(episodes)
         return self._read(answer, len(episodes))
 
     def score_one(self, episode: Episode) -> Score | None:
-        """As `score`, of one."""
+        """As `score`, for one episode."""
         return self.score([episode])[0]
 
     async def wait_for_score(self, episodes: Sequence[Episode]) -> list[Score | None]:
@@ -100,7 +101,7 @@ class BoundFunction:
 
     @contextmanager
     def _attributed(self) -> Iterator[None]:
-        """What the function raises is a RolloutError that begins with the title."""
+        """Turn what the function raises into a RolloutError that begins with the title."""
         try:
             with attributed_to(self.title, RolloutError):
                 yield
@@ -118,7 +119,7 @@ class BoundFunction:
 
     @cached_property
     def _parameters(self) -> tuple[bool, frozenset[str]]:
-        """Whether it takes any argument by name, and those that it names."""
+        """Whether it takes any keyword argument, and the names of its parameters."""
         parameters = inspect.signature(self.function).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return takes_any, frozenset(parameters)
@@ -129,7 +130,7 @@ class BoundFunction:
             if not self.form.takes_group:
                 answers = [answer]
             elif not isinstance(answer, str | bytes):
-                # At most one more than is needed: an answer may be without end.
+                # Read at most one more than needed: the answer may be endless.
                 answers = list(itertools.islice(answer, num_episodes + 1))
             scores = [self._score(value) for value in answers]
         except (TypeError, ValueError, KeyError, ArithmeticError) as error:
@@ -156,7 +157,8 @@ class BoundFunction:
 
 
 def score_of(answer: Any) -> Score:
-    """A number, a `Score`, or a mapping with `score` (or `reward`) and further numbers.
+    """A score from a number, a `Score`, or a mapping with `score` (or `reward`) and further
+    numbers.
 
     Raises:
         TypeError, ValueError, KeyError: none of these.
@@ -182,7 +184,7 @@ def _text(value: Any) -> str | None:
 
 
 def _number(value: Any) -> float:
-    """Of what is one: `float` alone reads text too."""
+    """A number from something that is one; `float` would also read text."""
     if isinstance(value, str | bytes):
         raise TypeError(value)
     return float(value)
@@ -207,7 +209,7 @@ def gold_of(prompt: Prompt) -> Any:
 
 
 def shown_gold(prompt: Prompt) -> str:
-    """For people, shortened: a gold may be the tests of a program."""
+    """The expected answer, shortened for people: it may be the tests of a program."""
     gold = gold_of(prompt)
     return shortened_answer(gold if isinstance(gold, str) else reprlib.repr(gold))
 
@@ -247,7 +249,7 @@ def _prompt(episode: Episode) -> str | list[dict[str, Any]]:
 
 
 def _completion(episode: Episode) -> str | list[dict[str, Any]]:
-    """Text after a prompt of text; after messages, those that followed them."""
+    """The completion: text after a text prompt; after messages, the messages that followed."""
     content = episode.prompt.content
     if isinstance(content, str):
         return episode.response

@@ -1,6 +1,6 @@
 """The rewards of a run, whose weighted sum is the reward of an episode.
 
-`FunctionReward`: a function as a reward, called off the event loop within its limits, its answer
+`FunctionReward`: a function as a reward, called off the event loop within limits, with its answer
 checked. Invariant: a function that fails or answers nonsense costs its group (RolloutError, counted
 as `failed`), never the daemon.
 

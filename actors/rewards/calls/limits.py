@@ -1,12 +1,12 @@
-"""The limits of a reward's calls: how many at a time, how long each, how often again, and how much
+"""The limits on a reward's calls: how many at a time, how long each, how many retries, and how much
 they print.
 
-Invariant: a call ends by its time-out; whatever goes wrong is one RolloutError that begins with the
-name of the reward.
+Invariant: a call ends by its time-out; whatever goes wrong becomes one RolloutError that begins
+with the reward's name.
 
 `OutputLimit` covers `print`, `sys.stdout`, `sys.stderr` and `logging` where the function runs, and
-leaves the rest of the daemon's output as it is. Threads that the function starts and what C code
-writes are outside: a process of its own (`isolation: process`) covers those too.
+leaves the daemon's other output alone. It does not cover threads that the function starts and
+output of C code; a separate process (`isolation: process`) does.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 
 
 class FinalError(RolloutError):
-    """A call that would fail again."""
+    """A call that would fail again if repeated."""
 
 
 class RewardLimits:
-    """Of one reward, for all groups of this process."""
+    """The limits of one reward, for all groups of this process."""
 
     def __init__(
         self, title: str, *, timeout_s: float = 300.0, max_concurrent: int = 64, retries: int = 0
@@ -47,11 +47,11 @@ class RewardLimits:
         begin: Callable[[], Awaitable[T]],
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
-        """The result. Waits for a slot, for what the call needs, which is not its time, for the
-        call, and before each further try.
+        """Make a call; its result. Waits for a slot, for what the call needs (not counted in its
+        time), for the call, and before each retry.
 
         Raises:
-            RolloutError: the last try failed, or took longer than it may.
+            RolloutError: the last try failed or took too long.
         """
         num_failed = 0
         cause: BaseException | None
@@ -82,7 +82,7 @@ _applied: contextvars.ContextVar["OutputLimit | None"] = contextvars.ContextVar(
 
 
 class OutputLimit:
-    """Of one reward, which may write `MAX_BYTES` within `WINDOW_S`; what is more is suppressed."""
+    """Limits the output of one reward to `MAX_BYTES` within `WINDOW_S`; the rest is suppressed."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -92,7 +92,7 @@ class OutputLimit:
         self._has_warned = False
 
     def admits(self, num_bytes: int) -> bool:
-        """Whether so much more may be written; it is counted either way."""
+        """Whether this much more may be written; it is counted either way."""
         now_s = time.monotonic()
         if now_s - self._began_s > WINDOW_S:
             self._began_s, self._num_bytes, self._has_warned = now_s, 0, False
@@ -104,7 +104,7 @@ class OutputLimit:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Around a call, in the thread or the task that it runs in."""
+        """Apply the limit during a call, in the thread or task that it runs in."""
         _install()
         token = _applied.set(self)
         try:
@@ -113,7 +113,7 @@ class OutputLimit:
             _applied.reset(token)
 
     def take_suppressed(self) -> int:
-        """The bytes suppressed since the last call, with a warning once in a window."""
+        """The bytes suppressed since the last call; warns once per window."""
         num, self._num_suppressed = self._num_suppressed, 0
         if num and not self._has_warned:
             self._has_warned = True
@@ -128,7 +128,7 @@ class OutputLimit:
 
 
 class _LimitedStream:
-    """A text stream that asks the limit that is applied, if one is, before it writes."""
+    """A text stream that asks the applied limit, if any, before it writes."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -150,7 +150,7 @@ class _LimitedLog(logging.Filter):
 
 
 def _install() -> None:
-    """Around the streams and log handlers that the process has at this time."""
+    """Wrap the streams and log handlers that the process has at this time."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, _LimitedStream):
