@@ -1,7 +1,7 @@
 """The greedy score of a checkpoint on held-out prompts.
 
-Invariant: what is scored are the weights of the checkpoint, also on a server elsewhere, which is
-sent them as a learner sends a version, and keeps them.
+Invariant: the checkpoint's own weights are scored, even on a server elsewhere: it is sent them as a
+learner sends a version, and keeps them.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from streamrl.weights.sender import WeightSender
 log = logging.getLogger(__name__)
 
 OnDone: TypeAlias = Callable[[int, int], None]
-"""How many of the prompts are finished, and how many there are."""
+"""(number of finished prompts, number of prompts)"""
 _NUM_ATTEMPTS = 2
 
 
@@ -59,7 +59,7 @@ def newest_model(config: RunConfig) -> Path:
 
 
 def named_model(path: Path) -> Path:
-    """A folder that a person names: a checkpoint, whose files are compared with its manifest, or
+    """The folder that a person names: a checkpoint, whose files are compared with its manifest, or
     any other model.
 
     Raises:
@@ -87,9 +87,9 @@ async def evaluate(
 
 
 def scores_of(model: str, greedy: FirstGroups) -> dict[str, Any]:
-    """What `evaluation.json` says of them."""
+    """The scores of these groups, as in `evaluation.json`."""
     left_out = {"num_too_long": greedy.num_too_long, "num_failed": greedy.num_failed}
-    # Of one episode each, whose segments all have its reward.
+    # Each group is one episode, whose segments all have its reward.
     episodes = [group.trajectories for group in greedy.groups]
     lengths = [sum(segment.num_response_tokens for segment in segments) for segments in episodes]
     return {
@@ -146,7 +146,8 @@ async def greedy_groups_of(
 
 
 async def _send_weights(config: RunConfig, engine: Engine) -> None:
-    """Waits until the engine has loaded those of `model.path`, or cannot, or for the deadline."""
+    """Send the engine the weights of `model.path`. Waits until it has loaded them, has failed to,
+    or the deadline is over."""
     path, trust = config.model.path, config.model.trust_remote_code
     model = load_pretrained(path, dtype=torch.float32, trust_remote_code=trust)
     parameters = dict(model.named_parameters())

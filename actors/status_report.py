@@ -1,4 +1,4 @@
-"""What a generator reports of itself with each heartbeat."""
+"""What a generator reports about itself in each heartbeat."""
 
 import time
 from collections import deque
@@ -14,7 +14,8 @@ from streamrl.types import MAX_COUNT, GeneratorStatus
 
 
 class OccupancyReading(NamedTuple):
-    """Of the `uptime_s` so far the room was in use for `busy_s`, half of it counting half."""
+    """In the `uptime_s` so far, all room was in use for `busy_s`; use of half the room counts
+    half."""
 
     max_num_groups: int
     busy_s: float
@@ -22,8 +23,8 @@ class OccupancyReading(NamedTuple):
 
 
 class Occupancy:
-    """How much of its room for groups, of `num_episodes` each, a generator uses, added up over
-    time. A group counts from its begin until its siblings need no place."""
+    """Measures how much of its room for groups (of `num_episodes` each) a generator uses over time.
+    A group counts from its beginning until its siblings need no slot."""
 
     def __init__(
         self,
@@ -62,7 +63,8 @@ RATE_S = 60.0
 
 
 class TokenRate:
-    """Over so long a time that it is none of a moment in which a slow model computes a prompt."""
+    """Tokens per second, over a time long enough that a slow model's prefill does not dominate
+    it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -116,5 +118,5 @@ class StatusReport:
 
 
 def _count(gauge: float) -> int:
-    """As a message can hold it, whatever a server elsewhere tells of itself."""
+    """Limited to what a message can hold, whatever a server elsewhere reports."""
     return int(min(gauge, MAX_COUNT))

@@ -1,8 +1,8 @@
 """Validation: `streamrl validator`, a daemon of one engine, scores versions of the policy on
 held-out prompts while a run trains.
 
-Waits for the learner without a limit; ends by a signal or when the run is over. An engine in this
-process is made once the run has made a step, which has the cores to itself until then.
+Waits for the learner without limit; ends at a signal or when the run is over. An engine in this
+process is created only after the run's first step, which so has the cores to itself.
 
 Invariant: all responses of a validation are sampled by one version, since no other one is loaded
 meanwhile. Nothing waits for a validator but the end of the run: while it is busy the learner sends
@@ -66,7 +66,7 @@ PREFIX = "validation"
 
 @dataclass(frozen=True)
 class PromptResult:
-    """The k responses to one prompt: their rewards, and the answers that they give."""
+    """The k responses to one prompt: their rewards and their answers."""
 
     data_source: str
     rewards: tuple[float, ...]
@@ -76,8 +76,8 @@ class PromptResult:
 def scores(
     results: Sequence[PromptResult], num_samples: int, pass_reward: float
 ) -> dict[str, float]:
-    """mean@k, pass@k and majority@k over all prompts, each of which counts alike, and for each data
-    source if there are several, as far as they fit into a report."""
+    """mean@k, pass@k and majority@k over all prompts, equally weighted, and for each data source if
+    there are several, as far as they fit into a report."""
     overall = dict(_named(PREFIX, results, num_samples, pass_reward))
     by_source: Mapping[str, list[PromptResult]] = defaultdict(list)
     for result in results:
@@ -128,8 +128,7 @@ def pass_at(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def majority(result: PromptResult) -> float:
-    """The mean reward of the responses with the commonest answer; of the answers that are as
-    common, each counts alike.
+    """The mean reward of the responses with the most common answer; ties are averaged.
 
     >>> majority(PromptResult("", (1.0, 0.0, 0.0), ("7", "8", "8")))
     0.0
@@ -173,7 +172,7 @@ class Validator:
             num_prompts=self._num_prompts,
         )
         self.on_status: Callable[[ValidatorStatus], None] = lambda _: None
-        """Called with each change of what it does."""
+        """Called whenever its status changes."""
         self._rest_s = 0.0
         self._loaded: asyncio.Queue[WeightUpdate] = asyncio.Queue()
         self._receiver = WeightReceiver(
@@ -188,8 +187,8 @@ class Validator:
         )
 
     async def run(self) -> None:
-        """Until cancelled: validate version 0, the model of `model.path`, and then what the learner
-        sends. Waits for versions without a limit."""
+        """Validate version 0, the model of `model.path`, and then what the learner sends, until
+        cancelled. Waits for versions without limit."""
         self.on_status(self._status)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receiver.run())
@@ -223,7 +222,7 @@ class Validator:
             prompt = self._runner.stream[group.prompt_index]
             results.append(self._result(prompt, group))
             samples += self._samples(policy_version, prompt, group)
-            # What is decoded takes a while, and the receiver has to answer.
+            # Decoding takes a while, and the receiver has to answer meanwhile.
             await asyncio.sleep(0)
         metrics = {
             **scores(results, self._settings.num_samples, self._settings.pass_reward),
@@ -249,8 +248,8 @@ class Validator:
         self._receiver.say_hello()
 
     async def _next_update(self) -> WeightUpdate:
-        """Waits for it without a limit; after the rest, which the last version cuts short, another
-        one may come."""
+        """Wait without limit for the next version. After the rest, which the last version cuts
+        short, a newer one may have come."""
         if self._status.is_resting:
             with contextlib.suppress(TimeoutError):
                 return await asyncio.wait_for(self._loaded.get(), self._rest_s)
@@ -299,7 +298,7 @@ class Validator:
                 )
 
     def _source(self, prompt: Prompt) -> str:
-        """Its data source; where its row has none, its environment if there are several."""
+        """The group's data source; if its row has none, its environment if there are several."""
         source = prompt.row.get("data_source")
         if source is None and self._config.environments:
             source = prompt.environment
@@ -314,7 +313,7 @@ class Validator:
         return prefill + runner.renderer.decode(sampled[len(sampled) - num_last :])
 
     def _write(self, policy_version: int, samples: Sequence[Sample]) -> None:
-        """Scores count without the file of what was written."""
+        """Scores count even if the file of responses cannot be written."""
         try:
             write_validation(self._config.run.path, policy_version, samples, self._settings.keep)
         except OSError as error:
@@ -335,7 +334,7 @@ def _episodes(group: TrajectoryGroup) -> list[list[Trajectory]]:
 
 
 def length_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Means over the episodes, of all their segments."""
+    """Means over the episodes, over all segments of each."""
     episodes = [segments for group in groups for segments in _episodes(group)]
     num_tokens = sum(t.num_response_tokens for segments in episodes for t in segments)
     num_cut = sum(segments[-1].finish_reason.is_truncated for segments in episodes)
@@ -385,8 +384,8 @@ async def _first_step(buffer: TrajectoryBuffer, shutdown: Shutdown) -> bool:
 
 
 async def _is_running(buffer: TrajectoryBuffer, *, is_stepping: bool) -> bool:
-    """False once the run is over; True once it has made a step, if that is waited for. Asks every
-    ASK_S; who waits for a step reads why there is no answer."""
+    """False once the run is over; true once it has made a step, if that is waited for. Asks every
+    ASK_S; while waiting for a step, logs why there is no answer."""
     said = ""
     while True:
         stats, reason = await try_stats(buffer)

@@ -6,9 +6,9 @@
     verl's (data_sources, solution_strs, ground_truths, extra_infos) a list of numbers
     TRL's (prompts, completions, completion_ids, **columns)          a list of numbers or None
 
-Instead of a number, a dict with `score` and further numbers will do, or a `Score`. A text in the
-dict under `extracted`, or `pred` as verl has it, is what was read in the response. None means that
-the reward does not apply to the episode.
+Instead of a number, a function may return a dict with `score` and further numbers, or a `Score`. A
+text in the dict under `extracted`, or `pred` as verl has it, is what was read in the response. None
+means that the reward does not apply to the episode.
 
 A form is recognized by the names of the parameters.
 Invariant: a function gives one finite number for each episode, or it is a RolloutError.

@@ -1,5 +1,5 @@
-"""Whether prompts, reward, environment, tools and algorithm can be loaded, by the daemons' own
-look-ups, and how far the programs that a model writes are kept apart.
+"""Checks that prompts, reward, environment, tools and algorithm can be loaded, with the daemons'
+own look-ups, and how well programs that a model writes are isolated.
 
 Runs the user's files, as the generators do; those of `algorithm` are read and not run, since they
 import torch.
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 _SCANNED, _SCORED = 256, 16
 _LARGEST_SCAN = 2000
-"""Prompts, which a user's own code may take any time to make."""
+"""How many prompts to read at most: a user's code may take any time for each."""
 
 
 def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]:
-    """A warning if prompts of `data.source` are held out, whatever their answers are. Sources that
-    make up their prompts keep theirs apart themselves."""
+    """A warning if prompts of `data.source` are also held out, whatever their answers. Sources that
+    generate prompts keep them apart themselves."""
     own = [
         source
         for source in data.sources
@@ -78,7 +78,7 @@ def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]
 def _prompts(data: DataSettings, source: SourceSettings) -> Iterator[Prompt]:
     """Each once, in the source's own order."""
     changes = {"source": (source,), "source_kwargs": {}, "shuffle": False, "curriculum": None}
-    # Their own check has been before.
+    # They have been checked before.
     prompts = open_prompts(data.model_copy(update=changes), seed=0, are_checked=True)
     known = _size(prompts)
     size = _LARGEST_SCAN if known is None else known
@@ -87,21 +87,21 @@ def _prompts(data: DataSettings, source: SourceSettings) -> Iterator[Prompt]:
 
 
 def _key(prompt: Prompt) -> str:
-    """Alike for prompts that differ in case or blanks alone."""
+    """The same for prompts that differ only in case or blanks."""
     text = prompt.content if isinstance(prompt.content, str) else repr(prompt.content)
     return " ".join(text.casefold().split())
 
 
 def check_data(config: RunConfig) -> Iterator[Finding]:
-    """Prompts and tools, which one renderer encodes, as one does in a generator."""
+    """Check prompts and tools with one renderer, as a generator has."""
     renderer = cache(partial(_renderer, config))
     yield from check_prompts(config, renderer)
     yield from DATA.up_to_refusal(check_tools(config, renderer))
 
 
 def check_tools(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
-    """Starts no server. Loads the tokenizer, where it is at hand, for environments that talk to the
-    policy by messages."""
+    """Check the tools. Starts no server. Loads the tokenizer, if available, for environments that
+    talk to the policy in messages."""
     generator = config.generator
     given = [name for name in ("tools", "mcp_servers") if getattr(generator, name)]
     is_used = any(entry.environment == TOOLS for entry in config.entries)
@@ -138,7 +138,8 @@ def check_tools(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
 
 
 def _renderer(config: RunConfig) -> "ChatRenderer | None":
-    """The generators' own, which imports transformers; None where no tokenizer is at hand."""
+    """The renderer that generators use, which imports transformers; None if no tokenizer is
+    available."""
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
     if folder is None or not folder.has_tokenizer:
         return None
@@ -153,8 +154,8 @@ def _renderer(config: RunConfig) -> "ChatRenderer | None":
 def _check_room(
     config: RunConfig, schemas: Sequence[ToolSchema], renderer: "ChatRenderer"
 ) -> Iterator[Finding]:
-    """Whether the longest of the first prompts leaves room for an answer where the chat template
-    has written the tools into it."""
+    """Whether the longest of the first prompts leaves room for an answer once the chat template has
+    written the tools into it."""
     try:
         prompts = open_prompts(config.data, config.run.seed, are_checked=True)
         first = [prompts[i] for i in range(min(_size(prompts) or _SCANNED, _SCANNED))]
@@ -162,7 +163,8 @@ def _check_room(
         messages = renderer.messages(longest)
         whole, alone = (len(renderer.encode_messages(messages, t)) for t in (schemas, ()))
     except StreamRLError:
-        # Of the prompts, said where they are checked, or of images, which a generator reads.
+        # An error of the prompts, reported by their own check, or of images, which only a generator
+        # reads.
         return
     wanted, room = config.generator.max_new_tokens, config.max_model_len - whole
     if room < wanted:
@@ -193,7 +195,7 @@ def check_user_code(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
-    """The prompts of training, those held out if they are scored, the template."""
+    """Check the training prompts, the held-out ones if they are scored, and the template."""
     template = config.data.chat_template
     if isinstance(template, Path):
         yield from DATA.refusal(_require_text, "data.chat_template", template)
@@ -211,7 +213,7 @@ def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
 
 
 def _placed(entry: EnvironmentEntry, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """What is found about `data` of one entry of several names the setting of the entry."""
+    """Findings about `data` of one entry among several name the entry's setting."""
     for finding in findings:
         sentence = f"{entry.place}{finding.sentence}"
         sentence = re.sub(r"^(environments\.\d+)\.data\.(reward)", r"\1.\2", sentence)
@@ -260,7 +262,7 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
 
 
 def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
-    """What the first prompt tells of all: the form of a source's prompts is one."""
+    """Check the first prompt, whose form is that of all prompts of the source."""
     data = config.data
     rewards = {reward.reward for reward in data.all_rewards if not reward.data_source}
     if "task" in rewards and "dataset" not in prompt.row:
@@ -292,7 +294,7 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
 
 
 def _check_taught(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
-    """Whether the prompt has a teacher, and what that would read."""
+    """Check that the prompt has a teacher, and what that would read."""
     settings = config.algorithm.distillation
     if settings is None:
         return
@@ -311,7 +313,7 @@ def _check_taught(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
 
 
 def _lacks_template(config: RunConfig) -> bool:
-    """Whether messages cannot be rendered, as far as that is known."""
+    """Whether messages are known not to be renderable."""
     recipe, template = config.model.missing, config.data.chat_template
     if template != "native":
         return template == "none"
@@ -322,7 +324,7 @@ def _lacks_template(config: RunConfig) -> bool:
 
 
 def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iterator[Finding]:
-    """Whether each of the first rows has a reward, which can score it."""
+    """Check that each of the first rows has a reward that can score it."""
     known = _size(prompts)
     first = [prompts[i] for i in range(min(known or _SCORED, _LARGEST_SCAN))]
     yield from _check_covered(data, setting, first)
@@ -344,7 +346,7 @@ def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iter
 
 
 def _check_covered(data: DataSettings, setting: str, rows: Sequence[Prompt]) -> Iterator[Finding]:
-    """Whether a reward applies to each of these rows; else its groups fail."""
+    """Check that a reward applies to each of these rows; otherwise its groups would fail."""
     if not all(reward.data_source for reward in data.all_rewards):
         return
     known = {name for reward in data.all_rewards for name in reward.data_source}
@@ -365,7 +367,7 @@ def _refused(reward: RewardSettings, rows: Sequence[Prompt], kwargs_field: str) 
         except RolloutError as error:
             yield str(error)
         except ConfigError:
-            # Of the arguments, which `check_user_code` has refused.
+            # An error in the arguments, which `check_user_code` has reported.
             return
 
 
@@ -374,7 +376,7 @@ def _source(row: Prompt, data: DataSettings) -> str:
 
 
 def _check_recipe(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
-    """Whether the model that will be made has a token for every character, and can be taught."""
+    """Check that the model to be made has a token for every character, and can be taught."""
     recipe = config.model.missing
     if recipe is None:
         return
@@ -390,7 +392,7 @@ def _check_recipe(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]
 def _check_lengths(
     config: RunConfig, prompts: PromptSource, load: "LoadRenderer"
 ) -> Iterator[Finding]:
-    """Whether some of the first prompts is too long, or is refused by the chat template."""
+    """Check whether any of the first prompts is too long or refused by the chat template."""
     data = config.data
     num_tokens = _tokenizer(config)
     if num_tokens is None:
@@ -401,7 +403,7 @@ def _check_lengths(
     longest, limit = max(lengths), data.max_prompt_length
     num_turns = max(len(_texts(prompt)) for prompt in scanned)
     template = _template(config)
-    # Templates refuse conversations that are more than one question, such as a system prompt.
+    # Templates may refuse conversations that are more than one question, such as a system prompt.
     asks = data.system_prompt is None and num_turns == 1
     may_refuse = "raise_exception" in template and not asks
     if data.truncation == "error" and longest > limit:
@@ -420,19 +422,19 @@ def _check_lengths(
     elif template and (
         longest + num_turns * _around(template, data, num_tokens) > limit or may_refuse
     ):
-        # The longest and the first one, which tells of the form of all.
+        # The longest, and the first, which shows the form of all.
         order = sorted(range(len(scanned)), key=lengths.__getitem__, reverse=True)
         _require_rendered(load, [scanned[0], *(scanned[i] for i in order[:_SCORED])])
 
 
 _AROUND, _SPECIAL = 256, 8
-"""Tokens that a chat template is taken to put around a prompt where Jinja alone cannot tell, and
-those that it may take from the tokenizer besides."""
+"""Tokens that a chat template is assumed to put around a prompt if Jinja alone cannot tell, and
+those that it may also take from the tokenizer."""
 
 
 def _around(template: str, data: DataSettings, num_tokens: Callable[[str], int]) -> int:
-    """About how many tokens template and system prompt put around a message. Exactly a renderer
-    tells, for which transformers is imported."""
+    """Roughly how many tokens template and system prompt put around a message. Only a renderer,
+    which imports transformers, knows exactly."""
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -451,7 +453,7 @@ def _require_rendered(load: "LoadRenderer", prompts: Sequence[Prompt]) -> None:
         ConfigError: the chat template, or the tokenizer, refuses one.
     """
     renderer = load()
-    # One prompt may fail otherwise: its group is dropped and counted.
+    # A single prompt may fail in other ways: its group is dropped and counted.
     with suppress(RolloutError):
         for prompt in prompts:
             has_images = not isinstance(prompt.content, str) and has_media(prompt.content)
@@ -471,7 +473,7 @@ def _template(config: RunConfig) -> str:
 
 
 def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
-    """Counts the tokens of a text; None where that takes more than tokenizer.json."""
+    """A function that counts the tokens of a text; None if that needs more than tokenizer.json."""
     if config.model.missing is not None:
         return len
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
@@ -491,7 +493,7 @@ def _texts(prompt: Prompt) -> list[str]:
 
 
 def _check_gym(data: DataSettings, name: str) -> Iterator[Finding]:
-    """By its files: the package takes seconds to import."""
+    """Look at its files, since the package takes seconds to import."""
     if any(reward.reward == "task" and not reward.data_source for reward in data.all_rewards):
         yield from DATA.refusal(check_scorer, name)
     spec = find_spec("reasoning_gym")
@@ -515,7 +517,7 @@ def _require_text(setting: str, path: Path) -> None:
 
 
 def _size(prompts: PromptSource) -> int | None:
-    """The number of different prompts, for sources that know it."""
+    """The number of different prompts, if the source knows it."""
     return len(prompts) if isinstance(prompts, Sized) else None
 
 
@@ -533,11 +535,12 @@ _HELD = {
 
 
 def check_sandbox(config: RunConfig) -> Iterator[Finding]:
-    """Runs one or two programs where the run has the reward `code` or the tool `python`."""
+    """Check the sandbox: runs one or two programs if the run has the reward `code` or the tool
+    `python`."""
     for place, kwargs in _users(config):
         wanted = kwargs.get("isolation", "auto")
         if wanted not in get_args(IsolationChoice):
-            # Said where the arguments are checked.
+            # Reported where the arguments are checked.
             continue
         try:
             isolation = choose(wanted)
@@ -554,7 +557,7 @@ def check_sandbox(config: RunConfig) -> Iterator[Finding]:
 
 
 def _users(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The settings that start programs, each with its arguments."""
+    """The settings that make the run start programs, each with its arguments."""
     for entry in config.entries:
         alone = f"{entry.place}reward" if entry.place else "data.reward"
         name = f"{entry.place}data.rewards" if entry.data.rewards else alone

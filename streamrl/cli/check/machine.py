@@ -1,8 +1,9 @@
-"""This machine: what the kernel says of it, whether its limits and its disk leave room for a run,
-and how far it keeps apart the programs that a model wrote.
+"""Checks this machine: what the kernel says about it, whether its limits and disk leave room for a
+run, and how well it isolates programs that a model wrote.
 
-Invariant: facts are read from the kernel's files, and from nothing that can hang; reading never
-fails, and what this kernel does not say is None, 0 or empty. A check is a function of its facts.
+Invariant: facts are read only from the kernel's files, never from anything that can hang; reading
+never fails, and what this kernel does not say is None, 0 or empty. A check is a function of these
+facts.
 """
 
 import ctypes
@@ -29,8 +30,8 @@ _BFLOAT16_FLAGS = frozenset({"avx512bw", "bf16"})
 
 @dataclass(frozen=True)
 class Machine:
-    """`cores` are visible to this process, `cpu_quota` is that of its control group in cores;
-    limits are those of this process, None for none. Sizes are bytes."""
+    """Facts about a machine. `cores` are visible to this process, `cpu_quota` is its control
+    group's, in cores; limits are this process's, None for no limit. Sizes are in bytes."""
 
     system: str = "Linux"
     cores: int = 1
@@ -56,12 +57,12 @@ class Machine:
 
     @property
     def usable_memory(self) -> int:
-        """What processes here may have together; 0 if that is not known."""
+        """The memory that processes here may use together; 0 if unknown."""
         return min(self.memory, self.memory_limit or self.memory)
 
 
 def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> Machine:
-    """`root` is where the kernel's files are, for tests."""
+    """Read the facts; `root` is where the kernel's files are, for tests."""
     shm, shm_free = _sizes(root / "dev/shm")
     memory = _field(root / "proc/meminfo", "MemTotal").split()[:1]
     memory_limit = _number(root / "sys/fs/cgroup/memory.max")
@@ -73,7 +74,7 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
         memory_limit=memory_limit or _number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"),
         shm=shm,
         shm_free=shm_free,
-        # Every command raises the soft limit to it.
+        # The hard limit, since every command raises the soft one to it.
         max_files=_limit(resource.RLIMIT_NOFILE, 1),
         max_locked=_limit(resource.RLIMIT_MEMLOCK, 0),
         has_infiniband=any((root / "sys/class/infiniband").glob("*")),
@@ -147,7 +148,7 @@ def _of_python(machine: Machine) -> Finding:
 
 
 def _of_open_files(machine: Machine) -> Finding:
-    """A daemon has sockets for each peer and files for each thread of an engine."""
+    """A daemon has a socket for each peer and files for each thread of an engine."""
     limit = machine.max_files
     sentence = f"{limit or 'any number of'} open files a process"
     remedy = "raise the hard limit (ulimit -Hn), as docker run --ulimit nofile=65536 does"
@@ -159,7 +160,7 @@ def _of_open_files(machine: Machine) -> Finding:
 
 
 def _of_locked_memory(machine: Machine) -> Finding:
-    """Memory that InfiniBand writes into is locked; nothing else locks much."""
+    """Memory that InfiniBand writes into is locked; nothing else locks much memory."""
     limit = machine.max_locked
     amount = "any amount" if limit is None else gib(limit)
     if not machine.has_infiniband or limit is None or limit >= _FEW_LOCKED:
@@ -181,7 +182,7 @@ def _of_processes(machine: Machine) -> Finding:
 
 
 def _of_shared_memory(machine: Machine) -> Finding:
-    """NCCL and the workers of an engine use it; weights for this machine do not."""
+    """NCCL and an engine's workers use it; sending weights on this machine does not."""
     size, free = machine.shm, machine.shm_free
     sentence = f"/dev/shm has {gib(size)}, {gib(free)} of it free"
     remedy = "docker run --shm-size 8g or --ipc host; on a host: mount -o remount,size=8G /dev/shm"
@@ -204,7 +205,7 @@ def _of_memory(machine: Machine) -> Finding:
 
 
 def _of_cores(machine: Machine) -> Finding:
-    """A quota does not show in the number of cores, by which libraries choose their threads."""
+    """Libraries choose their threads by the number of cores, in which a quota does not show."""
     cores, quota = machine.cores, machine.cpu_quota
     if quota is not None and quota < cores:
         return MACHINE.warning(
@@ -228,7 +229,7 @@ def _of_threads(machine: Machine) -> Finding:
 
 
 def _of_clock(machine: Machine) -> Finding:
-    """Of several hosts each one checks its own; leases are on the buffer's clock alone."""
+    """Each host checks its own clock; leases only use the buffer's."""
     if machine.is_clock_synchronized is False:
         return MACHINE.warning(
             "the kernel's clock is not synchronized: times of logs and metrics of several hosts do "
@@ -251,7 +252,7 @@ CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
     "locked memory": _of_locked_memory,
     "clock": _of_clock,
 }
-"""By the cause of what they find."""
+"""Checks by the cause of their findings."""
 
 
 def check_machine(machine: Machine, *, is_alone: bool = False) -> Iterator[Finding]:
@@ -267,7 +268,7 @@ _VOLATILE = ("tmpfs", "ramfs")
 
 
 class Disk(NamedTuple):
-    """Where a folder is, or will be made; `file_system` is "" where it is not known."""
+    """The disk where a folder is, or will be made; `file_system` is "" if unknown."""
 
     folder: Path
     free: int
@@ -280,7 +281,8 @@ def _existing_above(folder: Path) -> Path:
 
 
 def why_not_made(folder: Path) -> str:
-    """Why the folder cannot be made and written, by writing where it will be; "" if it can."""
+    """Why the folder cannot be created and written, found by writing where it will be; "" if it
+    can."""
     existing = _existing_above(folder)
     if not existing.is_dir():
         return f"{existing} is a file"
@@ -293,7 +295,7 @@ def why_not_made(folder: Path) -> str:
 
 
 def read_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:
-    """Of the nearest folder above that exists."""
+    """The disk of the folder, or of the nearest existing one above it."""
     existing = _existing_above(folder)
     return Disk(existing, _sizes(existing)[1], _file_system(existing.resolve(), mounts))
 
@@ -324,7 +326,7 @@ def check_disk(disk: Disk, *, has_journal: bool = True) -> Iterator[Finding]:
 
 
 def _file_system(path: Path, mounts: Path) -> str:
-    """That of the innermost mount above the path."""
+    """The file system of the innermost mount above the path."""
     best, found = -1, ""
     for line in _text(mounts).splitlines():
         before, _, after = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""Whether the model and its tokenizer are there, belong together, and fit the settings."""
+"""Checks that the model and its tokenizer are there, belong together, and fit the settings."""
 
 import re
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ def _check_critic(config: RunConfig, tokenizer: ModelFolder) -> Iterator[Finding
 
 
 def find_folder(setting: str, name: str) -> ModelFolder | Finding:
-    """The folder of this name, here or in the Hub's cache; or why there is none."""
+    """The folder with this name, here or in the Hub's cache, or why there is none."""
     if folder := local_folder(setting, name):
         return folder
     if Path(name).exists():
@@ -95,17 +95,17 @@ def find_folder(setting: str, name: str) -> ModelFolder | Finding:
 def _ask_hub(setting: str, name: str) -> Finding:
     """Whether the Hub has the model. Waits HUB_S for its answer."""
     missing = f"{setting}: there is no folder {name} here, and it is not in the Hub's cache"
-    # The client of the Hub reads the second one where the first one is not set.
+    # The Hub's client reads the second one if the first is not set.
     variable = "HF_HUB_OFFLINE" if environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
     if environ.get(variable, "0").lower() in ("1", "true", "yes", "on"):
         return MODEL.problem(f"{missing}; {variable} forbids to download it")
     endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
     def ask() -> object:
-        # It takes a while, and most runs name a folder.
+        # Imported here, since it takes a while, and most runs name a folder.
         from huggingface_hub import get_hf_file_metadata
 
-        # With the token of who asks, which gated models need.
+        # With the user's token, which gated models need.
         return get_hf_file_metadata(f"{endpoint}/{name}/resolve/main/config.json", timeout=HUB_S)
 
     try:
@@ -161,7 +161,7 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
 
 
 def _check_limits(config: RunConfig, facts: limits.Facts) -> Iterator[Finding]:
-    """By the daemons' own look-ups."""
+    """Check lengths and ranks, with the daemons' own look-ups."""
     mesh, is_hf = config.learner.mesh, config.generator.engine == "hf"
     require_longest = limits.require_decoding if is_hf else limits.require_length
     yield from MODEL.refusal(require_longest, facts, config.max_model_len)
@@ -186,7 +186,7 @@ def _check_layers(config: RunConfig, facts: limits.Facts, family: object) -> Ite
 
 
 def _check_names(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
-    """Warnings alone: transformers may give other names than the files have."""
+    """Only warnings: transformers may use other names than the files."""
     learner, names = config.learner, folder.shapes.keys()
     if learner.lora is not None:
         yield from _check_targets(learner.lora.targets, folder)
@@ -199,7 +199,8 @@ def _check_names(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
 
 
 def _check_targets(targets: str | tuple[str, ...], folder: ModelFolder) -> Iterator[Finding]:
-    """A layer's experts, whose matrices files have one by one, are one tensor in transformers."""
+    """In transformers a layer's experts are one tensor, while files have their matrices one by
+    one."""
     experts = {_layer(name) for name in folder.shapes if ".experts." in name}
     matrices = {name for name, shape in folder.shapes.items() if len(shape) == 2}
     layers = {_layer(name) for name in matrices if ".experts." not in name}

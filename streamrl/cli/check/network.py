@@ -1,5 +1,5 @@
-"""Whether addresses can be listened at, keys be read and servers be reached, and whether the Redis
-of a run keeps what it is given. A connection is waited for ANSWER_S, an answer of Redis REDIS_S.
+"""Checks that addresses can be listened at, keys be read and servers be reached, and that a run's
+Redis keeps what it is given. Waits ANSWER_S for a connection, REDIS_S for an answer of Redis.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ _REDIS_PORTS = {"redis+sentinel": 26379}
 
 
 def check_addresses(config: RunConfig) -> Iterator[Finding]:
-    """Where the buffer and the learner listen; on another machine that is found out there."""
+    """Check the addresses where buffer and learner listen; those on other machines are checked
+    there."""
     url, address = config.buffer.url, config.weights.address
     if url.startswith("memory://"):
         yield CONFIGURATION.problem(
@@ -50,7 +51,7 @@ def check_addresses(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_servers(config: RunConfig) -> Iterator[Finding]:
-    """Redis and an inference server elsewhere. Waits ANSWER_S for each."""
+    """Check Redis and inference servers elsewhere. Waits ANSWER_S for each."""
     if config.buffer.url.startswith("redi"):
         yield from _check_redis(config)
     for url in config.generator.urls:
@@ -65,7 +66,7 @@ def check_servers(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_secrets(config: RunConfig, origin: str | None) -> Iterator[Finding]:
-    """Where the password of Redis is kept. `origin` is the place of buffer.url."""
+    """Check where the password of Redis is kept. `origin` is where buffer.url was set."""
     buffer = config.buffer
     if buffer.password_of_url and origin is not None and not origin.startswith("environment"):
         is_typed = origin.startswith("--set")
@@ -105,7 +106,7 @@ def _check_keys(folder: Path) -> Iterator[Finding]:
         try:
             read_key(folder, name)
         except ConfigError as error:
-            # Generators do not need the server's secret, and should not have it.
+            # Generators do not need the server's secret and should not have it.
             is_absent = name == "server.secret" and isinstance(error.__cause__, OSError)
             yield (CONFIGURATION.warning if is_absent else CONFIGURATION.problem)(str(error))
             continue
@@ -160,7 +161,7 @@ async def _require_usable(config: RunConfig) -> None:
 
 
 def _unreachable(host: str, port: int) -> str:
-    """Why no connection is made; "" if one is. Waits ANSWER_S."""
+    """Why no connection can be made; "" if one can. Waits ANSWER_S."""
     try:
         with socket.create_connection((host, port), ANSWER_S):
             return ""
@@ -177,8 +178,8 @@ SKEW_S = 1.0
 
 
 class RedisFacts(Struct, frozen=True):
-    """What the server says by these names; `skew_s` is how far its clock is ahead of this
-    machine's, `appendfsync` "" where the user may not read it, `maxmemory` 0 for no limit."""
+    """What the server reports under these names; `skew_s` is how far its clock is ahead of this
+    machine's, `appendfsync` is "" if the user may not read it, `maxmemory` 0 for no limit."""
 
     redis_version: str | float = ""
     aof_enabled: bool = False
@@ -191,7 +192,7 @@ class RedisFacts(Struct, frozen=True):
 
 
 def ask_redis(config: RunConfig) -> RedisFacts | str:
-    """The facts of the server that `buffer.url` names, or why there are none."""
+    """The facts about the server that `buffer.url` names, or why there are none."""
     if find_spec("redis") is None:
         return str(not_installed("the client", "redis"))
     from redis.exceptions import RedisError

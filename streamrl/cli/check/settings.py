@@ -1,11 +1,11 @@
-"""Deadlines below what they wait for, sizes that do not go together, folders that are not writable,
-and whether the processes get the devices that they need, and fit into their memory.
+"""Checks for deadlines shorter than what they wait for, sizes that do not fit together and
+unwritable folders, and that the processes get the devices that they need and fit into memory.
 
-Invariant: refused is only what cannot work. There is one plan and one model of its memory
+Invariant: only what cannot work is refused. There is one plan and one model of its memory
 (`streamrl.placement`), which refuses a launch in the same words.
 
-Warned of is what can work and often will not (groups that do not fit, leases that are short), and a
-setting that was given and cannot act in this run, since nothing else tells.
+A warning means that something can work but often will not, such as groups that may not fit, or
+short leases.
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_engine_device(config: RunConfig) -> Iterator[Finding]:
-    """vLLM and SGLang take GPUs where they find some; one of them, if the setting names it."""
+    """vLLM and SGLang take the GPUs that they find; a single one, if the setting names it."""
     generator = config.generator
     if generator.engine == "hf" or generator.vllm.url:
         return
@@ -90,7 +90,7 @@ def check_engine_device(config: RunConfig) -> Iterator[Finding]:
 
 
 ANSWER_S = 0.05
-"""What a daemon takes at least to answer beside its work."""
+"""The least time that a busy daemon takes to answer."""
 
 
 def check_deadlines(config: RunConfig) -> Iterator[Finding]:
@@ -101,7 +101,7 @@ def check_deadlines(config: RunConfig) -> Iterator[Finding]:
     start_s = generator.served.start_timeout_s if generator.starts_server else None
     rank_s = config.learner.rank_deadline_s if config.learner.num_ranks > 1 else None
     for name, given, needed, what in (
-        # Each of two hops has half of it.
+        # Each of two hops may take half of it.
         ("weights.deadline_s", weights_s, 4 * ANSWER_S, "the answers of two generators take"),
         ("buffer.deadline_s", config.buffer.deadline_s, ANSWER_S, "an answer of the buffer takes"),
         ("generator.group_deadline_s", group_s, ANSWER_S, episode),
@@ -129,8 +129,8 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
-    """Whether there is a plan for this machine, by the planner's own look-up, and what processes
-    need of their GPUs."""
+    """Check that there is a plan for this machine, with the planner itself, and what processes need
+    of their GPUs."""
     why = "" if torch_has_cuda() else ": the installed torch is a build for CPUs"
     hosts = [this_machine()]
     try:
@@ -157,7 +157,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
 
 
 def _needs(plan: Plan) -> Iterator[Finding]:
-    """Of each process whose model is known, on its GPUs."""
+    """The needs of each process whose model is known, on its GPUs."""
     for process in plan.processes:
         if process.memory is not None:
             need, devices = process.memory, ", ".join(map(str, process.devices))
@@ -171,7 +171,7 @@ def _needs(plan: Plan) -> Iterator[Finding]:
 
 
 def _host_of_learner(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """What versions and teachers that the learner's ranks here keep take of this machine."""
+    """The host memory that the learner's ranks here use for kept versions and teachers."""
     ranks = [process for process in plan.processes if process.role == "learner"]
     here = [rank for rank in ranks if rank.host == "here"]
     shape, memory = ModelShape.of(config), read_machine().usable_memory
@@ -194,7 +194,7 @@ def _host_of_learner(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _check_gpus_of_learner(config: RunConfig, plan: Plan, why: str) -> Iterator[Finding]:
-    """What asks for a GPU of the learner, where the hosts are known to have none for it."""
+    """Settings that need a GPU for the learner, if the hosts are known to have none for it."""
     learners = [process for process in plan.processes if process.role == "learner"]
     if any(process.devices for process in learners):
         return
@@ -219,8 +219,8 @@ def _check_gpus_of_learner(config: RunConfig, plan: Plan, why: str) -> Iterator[
 
 
 def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """Whether the learner or the HF engine computes on a CPU in what that has no instructions for;
-    other engines have kernels of their own."""
+    """Warn if the learner or the HF engine computes in bfloat16 on a CPU without instructions for
+    it; other engines have their own kernels."""
     if not read_machine().lacks_bfloat16:
         return
     on_cpu = {process.role for process in plan.processes if not process.devices}
@@ -237,7 +237,7 @@ def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def check_host_memory(config: RunConfig) -> Iterator[Finding]:
-    """What the buffer holds, and its batches, where that is this machine's memory."""
+    """The memory for the buffer's groups and batches, if it is this machine's."""
     memory, buffer = read_machine().usable_memory, config.buffer
     if not (memory and buffer.binds_url and is_loopback(buffer.url)):
         return
