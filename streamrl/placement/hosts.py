@@ -1,4 +1,4 @@
-"""A machine as the host of a plan: its GPUs, cores and network, asked on the machine itself.
+"""A machine as the host of a plan: its GPUs, cores and network, determined on the machine itself.
 
 Called by the command line, and by launchers on each of their machines. GPUs are those that the
 driver counts, without torch. Invariant: what CUDA_VISIBLE_DEVICES hides is not there. The driver is
@@ -34,19 +34,21 @@ def is_rocm() -> bool:
 
 
 def num_cores() -> int:
-    """What this process may use of them: its control group may have a quota below what it sees."""
+    """The cores that this process may use: its control group's quota may be below the visible
+    number."""
     return max(1, min(visible_cores(), int(cpu_quota() or visible_cores())))
 
 
 def visible_cores() -> int:
-    """Where the system cannot say (macOS), all."""
+    """The cores visible to this process; all, if the system cannot say (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Of the control group, in cores; None without one. `root` is where the kernel's files are."""
+    """The control group's quota in cores; None without one. `root` is where the kernel's files
+    are."""
     group = root / "sys" / "fs" / "cgroup"
     try:
         if (file := group / "cpu.max").exists():
@@ -61,14 +63,15 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def num_threads(otherwise: int) -> int:
-    """OMP_NUM_THREADS as OpenMP reads it: of a list, which has a number for each level of nested
-    regions, the first; `otherwise` where there is none, or it is no number."""
+    """OMP_NUM_THREADS as OpenMP reads it: the first number of a list (one per nesting level);
+    `otherwise` if it is unset or not a number."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else otherwise
 
 
 def compilers() -> tuple[str, ...]:
-    """What torch.compile may be served by: on a GPU, where Triton compiles, also one for C."""
+    """Compilers that torch.compile may use; on a GPU, where Triton compiles, it also needs one for
+    C."""
     names = (os.environ.get("CXX", "c++"), "g++", "clang++")
     return (*names, "gcc", "clang") if torch_has_cuda() else names
 
@@ -78,14 +81,14 @@ def has_compiler() -> bool:
 
 
 def usable_devices() -> tuple[Device, ...]:
-    """Those that the driver sees and the installed torch can use."""
+    """The devices that the driver sees and the installed torch can use."""
     if is_rocm() or not torch_has_cuda():
         return ()
     return named(driver_devices(), os.environ)
 
 
 def named(found: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[Device, ...]:
-    """The devices, which are counted from 0, as CUDA_VISIBLE_DEVICES names them.
+    """The devices, numbered from 0, with their names in CUDA_VISIBLE_DEVICES.
 
     >>> [d.visible_as for d in named((Device(0),), {"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-2e"})]
     ['GPU-1f']
@@ -102,8 +105,8 @@ def named(found: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[De
 
 
 def _visible(listed: str) -> list[str]:
-    """The names of devices before the first that is none, such as -1, or is named otherwise, which
-    hides those behind it; one that stands twice hides all.
+    """The device names up to the first invalid one, such as -1, which hides those after it, as does
+    a change between indices and UUIDs; a duplicate hides all.
 
     >>> _visible("1,2,-1,0"), _visible("GPU-2e, GPU-1f"), _visible("NoDevFiles"), _visible("0,0")
     (['1', '2'], ['GPU-2e', 'GPU-1f'], [], [])
@@ -115,8 +118,7 @@ def _visible(listed: str) -> list[str]:
 
 
 def visible_alone(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """What a process that takes the devices it finds needs in its environment to find `device`
-    alone; nothing where `device` names none by its number.
+    """The environment in which a process finds only `device`; empty if `device` has no number.
 
     >>> visible_alone("cuda:1", {"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-2e"})
     {'CUDA_VISIBLE_DEVICES': 'GPU-2e'}
@@ -143,7 +145,8 @@ def visible_alone(device: str, environment: Mapping[str, str]) -> dict[str, str]
 
 @cache
 def driver_devices() -> tuple[Device, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves to this process, by libcuda; none without a driver."""
+    """The devices that CUDA_VISIBLE_DEVICES leaves to this process, by libcuda; none without a
+    driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -163,8 +166,8 @@ def driver_devices() -> tuple[Device, ...]:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built for GPUs, by its file of the version, without an
-    import; True if that cannot be told."""
+    """Whether the installed torch was built for GPUs, by its version file, without importing it;
+    true if unknown."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return True
@@ -181,8 +184,8 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def this_machine(name: str = "here", address: str = "127.0.0.1") -> Host:
-    """The machine that this process runs on, with all its GPUs and the cores of this process; of
-    the only host of a run nothing else is asked."""
+    """The machine that this process runs on, with all its GPUs and the cores of this process; a
+    run's only host needs no more."""
     return Host(
         name,
         address,
@@ -194,7 +197,7 @@ def this_machine(name: str = "here", address: str = "127.0.0.1") -> Host:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this address; "" if none has, or for a loopback one."""
+    """The network interface with this address; "" if there is none, or for a loopback address."""
     if not address or is_loopback(f"tcp://{url_host(address)}:0"):
         return ""
     if ":" in address:

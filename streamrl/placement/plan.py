@@ -2,7 +2,7 @@
 
 Invariant: a plan is what a person would type. Each command can be run by hand in the working folder
 of its host, with the configuration of the plan in `run.path/config.yaml` there, and the run is the
-same. Who starts the processes (here, Ray, Slurm) takes them from a plan and adds nothing that
+same. Whoever starts the processes (here, Ray, Slurm) takes them from a plan and adds nothing that
 changes what they compute.
 
 `streamrl.placement.make_plan` makes plans; the launchers of `streamrl.cli` read them.
@@ -21,7 +21,8 @@ _GIB, _MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """`is_certain` where shapes and settings give the number; the rest is estimated roughly."""
+    """One part of a process's memory. `is_certain` if shapes and settings determine it; otherwise
+    it is a rough estimate."""
 
     name: str
     num_bytes: int
@@ -30,14 +31,15 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class Need:
-    """Of one process on one device, at its peak. `remedies` are the settings that lower it."""
+    """The memory that one process needs on one device, at its peak. `remedies` are the settings
+    that lower it."""
 
     parts: tuple[MemoryPart, ...]
     remedies: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, parts: Iterable[MemoryPart], remedies: Iterable[str] = ()) -> "Need":
-        """Without the parts that need nothing."""
+        """The need made of these parts, without empty ones."""
         return cls(tuple(part for part in parts if part.num_bytes > 0), tuple(remedies))
 
     @property
@@ -66,9 +68,9 @@ def gib(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU of a host, by its index there; `memory_bytes` 0 is not known.
+    """A GPU of a host, by its index there; `memory_bytes` is 0 if unknown.
 
-    `visible_as` is what CUDA_VISIBLE_DEVICES calls it: the index, or the UUID of a GPU or of a part
+    `visible_as` is its name in CUDA_VISIBLE_DEVICES: the index, or the UUID of a GPU or of a part
     of one (MIG).
     """
 
@@ -84,10 +86,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine; `address` is where the others reach it, by its network interface `interface`.
+    """A machine; the others reach it at `address`, through its network interface `interface`.
 
-    `num_cores` 0 is not known. `generators` is how many it has to take, None its part of them.
-    Where `is_counted` is false its GPUs are not known, and processes choose devices by themselves.
+    `num_cores` is 0 if unknown. `generators` is how many it has to take, None for its share. If
+    `is_counted` is false, its GPUs are unknown, and processes choose devices themselves.
     """
 
     name: str
@@ -104,7 +106,8 @@ _FOR_PERSONS = frozenset({"OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_
 
 
 def without_chosen(planned: Mapping[str, str], environment: Mapping[str, str]) -> Mapping[str, str]:
-    """What a plan sets in an environment where a person may have chosen threads and interfaces."""
+    """The variables that a plan sets, without those for threads and interfaces that a person has
+    already chosen."""
     chosen = {name for name in _FOR_PERSONS if environment.get(name)}
     return {name: value for name, value in planned.items() if name not in chosen}
 
@@ -115,9 +118,8 @@ class PlannedProcess:
 
     `name` is the process's own: buffer, generator-0, validator, learner (one per host, which starts
     the ranks there; the second host's is learner-host-1). `devices` are indices on the host;
-    `environment` is what the process gets besides that of its host; `restart_command` is run after
-    a failure; `memory` is about what it needs on each device, None where it has none or the model
-    is not known.
+    `environment` is added to the host's; `restart_command` is run after a failure; `memory` is
+    roughly what it needs on each device, None if it has none or the model is unknown.
     """
 
     name: str
@@ -136,8 +138,8 @@ class PlannedProcess:
 class Plan:
     """All processes of a run, in the order in which they start.
 
-    `config` has the addresses and sizes of the plan and is the file that every process gets.
-    `notes` are warnings for the person who starts it.
+    `config` has the plan's addresses and sizes; every process gets it as its file. `notes` are
+    warnings for the person who starts it.
     """
 
     config: RunConfig

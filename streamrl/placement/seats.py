@@ -1,12 +1,12 @@
-"""Which process goes on which host and which of its GPUs.
+"""Assigns each process a seat: a host, and GPUs of it.
 
-Learner ranks come first and have a GPU each. An engine then takes free GPUs of one host, all of its
-`tensor_parallel_size`. Only where no host has so many does it share, with as few other engines as
-possible, and with a learner where nothing else is left.
+Learner ranks come first, with one GPU each. An engine then takes as many free GPUs of one host as
+it needs. Only if no host has that many does it share, with as few other engines as possible, and
+with a learner only if nothing else is left.
 
-Invariant: the same configuration and hosts give the same seats, and every process gets one, or the
-configuration is refused. A learner's rank has a GPU, or a share of a CPU host: no two ranks have
-one GPU, since NCCL refuses that, and the ranks of a block that shares tokens or matrices
+Invariant: the same configuration and hosts give the same seats; every process gets one, or the
+configuration is refused. A learner's rank has a GPU, or a share of a CPU host. No two ranks share a
+GPU, since NCCL refuses that, and ranks of a block that shares tokens or matrices
 (`learner.mesh.sequence` x `tensor`) are on one host.
 """
 
@@ -31,10 +31,10 @@ DEVICE_SETTINGS: Mapping[HostRole, str] = {
 
 @dataclass(frozen=True)
 class Seat:
-    """One process on one host; `devices` are positions in `Host.devices`.
+    """One process on one host; `devices` are indices into `Host.devices`.
 
-    `is_pinned` where a setting such as cuda:1 has chosen the device, which the process finds among
-    all of its host's.
+    `is_pinned`: a setting such as cuda:1 has chosen the device, so the process sees all devices of
+    its host.
     """
 
     name: str
@@ -53,11 +53,11 @@ def allowed_for(role: HostRole, hosts: Sequence[Host]) -> tuple[Host, ...]:
 def at_address(
     setting: str, url: str, hosts: Sequence[Host], all_hosts: Sequence[Host]
 ) -> tuple[Host, ...]:
-    """`hosts`, of all hosts those that may have it: first those that have the address of `url`,
-    if it names one.
+    """The `hosts` that may take a process that listens at `url`: first those with its address, if
+    it names one.
 
     Raises:
-        ConfigError: the run has several hosts, and none of these has the address.
+        ConfigError: the run has several hosts, and none of `hosts` has the address.
     """
     wanted = host_of(url)
     if not names_a_host(url, all_hosts):
@@ -72,12 +72,12 @@ def at_address(
 
 
 def names_a_host(url: str, all_hosts: Sequence[Host]) -> bool:
-    """Whether the address of `url` says on which of several hosts it is."""
+    """Whether the address of `url` identifies one of several hosts."""
     return len(all_hosts) > 1 and not is_loopback(url) and not is_any(url)
 
 
 def counted(hosts: Iterable[Host]) -> str:
-    """How many GPUs there are, as part of a sentence.
+    """The number of GPUs, as part of a sentence.
 
     >>> counted([Host("here", "127.0.0.1")]), counted([Host("a", "a"), Host("b", "b")])
     ('there are 0 GPUs here', 'a has 0 GPUs, b has 0 GPUs')
@@ -96,7 +96,7 @@ def _gpus(host: Host) -> str:
 
 
 def learner_seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
-    """One seat for each host that has ranks; rank 0 is on the first.
+    """One seat for each host with ranks; rank 0 is on the first.
 
     Raises:
         ConfigError: the hosts with the role have too few GPUs, blocks do not fit on one, or rank 0
@@ -141,7 +141,7 @@ def _seats_of(config: RunConfig, allowed: Sequence[Host]) -> tuple[Seat, ...]:
 
 
 def _with_device(role: HostRole, device: str, hosts: Sequence[Host]) -> Sequence[Host]:
-    """Those that may have a device such as cuda:1."""
+    """The hosts that may have a device such as cuda:1."""
     number = int(device.partition(":")[2])
     found = [host for host in hosts if number < len(host.devices) or not host.is_counted]
     if not found:
@@ -169,7 +169,7 @@ def _require_room(config: RunConfig, hosts: Sequence[Host], block: int) -> None:
 
 
 def _fill(num_ranks: int, block: int, rooms: Sequence[int]) -> Sequence[int]:
-    """Ranks of each host, one host full before the next."""
+    """Ranks per host, filling one host before the next."""
     shares: list[int] = []
     for room in rooms:
         shares.append(min(room // block * block, num_ranks - sum(shares)))
@@ -177,13 +177,13 @@ def _fill(num_ranks: int, block: int, rooms: Sequence[int]) -> Sequence[int]:
 
 
 def spread(num_ranks: int, block: int, num_hosts: int) -> tuple[int, ...]:
-    """Ranks of each host, as equal as blocks allow, the first ones more."""
+    """Ranks per host, as equal as blocks allow, with more on the first hosts."""
     blocks, more = divmod(num_ranks // block, num_hosts)
     return tuple((blocks + (index < more)) * block for index in range(num_hosts))
 
 
 def _generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
-    """For each generator, the hosts that it may be on: first those that have to take some."""
+    """For each generator, the hosts that it may be on; hosts that have to take some come first."""
     allowed = allowed_for("generator", hosts)
     named = [host for host in allowed for _ in range(host.generators or 0)]
     yield from ((host,) for host in named)
@@ -198,8 +198,8 @@ def engine_seat(
     hosts: Sequence[Host],
     taken: "Taken",
 ) -> Seat:
-    """The best place that is left for one engine. Raises ConfigError if no host has as many GPUs as
-    it needs."""
+    """The best remaining place for one engine. Raises ConfigError if no host has as many GPUs as it
+    needs."""
     kind, _, number = generator.device.partition(":")
     size = devices_per_engine(generator)
     if kind not in ("auto", "cuda") or size == 0:
@@ -232,7 +232,7 @@ def devices_per_engine(generator: GeneratorSettings) -> int:
 
 
 def tensor_parallel_size(generator: GeneratorSettings) -> int:
-    """Into how many parts an engine divides each matrix."""
+    """The number of parts into which an engine divides each matrix."""
     match generator.engine:
         case "vllm":
             return generator.vllm.tensor_parallel_size
@@ -243,16 +243,16 @@ def tensor_parallel_size(generator: GeneratorSettings) -> int:
 
 
 def pipeline_parallel_size(generator: GeneratorSettings) -> int:
-    """Into how many parts an engine divides its layers."""
+    """The number of parts into which an engine divides its layers."""
     return generator.product_of(("pipeline_parallel_size",))
 
 
 Load: TypeAlias = tuple[int, int]
-"""With how many learner ranks and engines a GPU is shared."""
+"""The load of a GPU: the numbers of learner ranks and engines on it."""
 
 
 class Taken:
-    """The seats that are taken, and how busy they make each host."""
+    """The taken seats, and how busy they make each host."""
 
     def __init__(self, seats: Iterable[Seat]) -> None:
         self.seats: list[Seat] = []
@@ -270,8 +270,8 @@ class Taken:
         self._least.pop(name, None)
 
     def least_loaded(self, host: Host, size: int) -> tuple[Load, tuple[int, ...]]:
-        """Of the `size` GPUs of the host with the least load, and their positions: first with how
-        many learner ranks, then with how many engines one of them is shared."""
+        """The load and indices of the host's `size` least loaded GPUs; fewer learner ranks count
+        first, then fewer engines."""
         known, load = self._least[host.name], self._loads[host.name]
         if size not in known:
             loads = sorted((load[True, i], load[False, i], i) for i in range(len(host.devices)))
@@ -280,13 +280,13 @@ class Taken:
         return known[size]
 
     def idlest(self, hosts: Sequence[Host]) -> Host:
-        """The host with the fewest processes for its cores."""
+        """The host with the fewest processes per core."""
         return min(hosts, key=lambda h: (self._num_ranks[h.name] + 1) / max(1, h.num_cores))
 
 
 def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
-    """All processes of the run, in the order in which they start. Raises ConfigError if one of them
-    has no place."""
+    """Seats for all processes of the run, in the order in which they start. Raises ConfigError if
+    one has no place."""
     wanted = allowed_for("buffer", hosts)
     if config.buffer.binds_url:
         wanted = at_address("buffer.url", config.buffer.url, wanted, hosts)
