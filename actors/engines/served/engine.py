@@ -55,14 +55,15 @@ from streamrl.weights.membership import HANDOVER_S
 from streamrl.weights.protocol import HELLO_S
 
 _TICK_S = 0.25
-# The last Hello may be as old as that when the process stops.
+# The last Hello may be this old when the process stops.
 _LONGEST_S = HANDOVER_S - 2 * HELLO_S
 
 
 @asynccontextmanager
 async def standstill(longest_s: float = _LONGEST_S) -> AsyncIterator[Callable[[], None]]:
-    """Yields what raises once another generator may be loading weights into the server: one that is
-    silent for `HANDOVER_S`, as a process that is stopped or swapped out is, may have been replaced.
+    """Yields a check that raises once another generator may be loading weights into the server: a
+    generator that was silent for `HANDOVER_S`, for example because it was stopped or swapped out,
+    may have been replaced.
     """
     last_s, stood_s = time.monotonic(), 0.0
 
@@ -92,16 +93,16 @@ async def standstill(longest_s: float = _LONGEST_S) -> AsyncIterator[Callable[[]
 
 
 class ServerWeights:
-    """What an engine knows of its server's weights, which it loads, or another generator.
+    """What an engine knows about its server's weights, which it or another generator loads.
 
     With labels of a run, other generators use the server, too. The learner has one of them load
-    each version; the others learn of it by a `HeldEndpoint`, or earlier from an answer, whose
-    tokens bear the labels of the server. No version is accepted that neither this engine has loaded
-    nor the server says it has.
+    each version; the others learn of it from a `HeldEndpoint`, or earlier from an answer, whose
+    tokens carry the server's labels. A version is accepted only if this engine has loaded it or the
+    server says that it has it.
 
     `policy_version` is the last one seen, `newest_version` that of the learner's newest update,
     `highest_version` the highest of any, of which a request that was begun before a learner went
-    back may have tokens. `num_changes` grows with each change that is noticed.
+    back may have tokens. `num_changes` grows with each noticed change.
     """
 
     def __init__(self, server: Server) -> None:
@@ -110,8 +111,8 @@ class ServerWeights:
         self.policy_version = self.newest_version = self.highest_version = self.num_changes = 0
 
     async def learn(self, answer: Completion) -> None:
-        """From an answer's versions and, if another generator may have loaded one, from the label
-        of the server."""
+        """Update from an answer's versions and, if another generator may have loaded one, from the
+        server's label."""
         newest = int(answer.policy_versions.max(initial=-1))
         if newest > self.newest_version and self.is_shared:
             with contextlib.suppress(ForeignWeightsError):
@@ -125,14 +126,14 @@ class ServerWeights:
         self.highest_version = max(self.highest_version, policy_version)
 
     def on_version(self, policy_version: int) -> None:
-        """The server samples with this version."""
+        """Note that the server samples with this version."""
         self.policy_version = policy_version
         self.num_changes += 1
 
     async def require_own(self, found: ForeignWeightsError | None = None) -> None:
         """
         Raises:
-            TransportError: the server says that its weights are others, as it had `found`.
+            TransportError: the server says that it has other weights, as `found` says.
         """
         label = await self._server.label()
         if not self._server.labels.is_own(label):
@@ -152,10 +153,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 class ServedEngine(UpdatableEngine):
     """Implements `streamrl.interfaces.Engine`; made in the event loop that uses it.
 
-    At most twice `max_num_seqs` requests are with the server, so that it always has the next one
-    at hand; the others wait here. With `keeps_old_kv`, those that an update finds in the server's
-    queue are sent again, so there are no more than it samples at a time. `process` is the server's,
-    if this engine started it.
+    At most twice `max_num_seqs` requests are sent to the server at a time, so that it always has a
+    next one; the others wait here. With `keeps_old_kv`, requests that an update finds in the
+    server's queue are sent again, so no more are sent than it samples at a time. `process` is the
+    server's, if this engine started it.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class ServedEngine(UpdatableEngine):
         self._updates = server.updates
         self._num_loads_begun = self._num_loads_ended = 0
         self._is_loaded = asyncio.Event()
-        """Not set while this engine loads an update."""
+        """Cleared while this engine loads an update."""
         self._is_loaded.set()
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
@@ -190,10 +191,10 @@ class ServedEngine(UpdatableEngine):
         self._aborts: set[asyncio.Task[None]] = set()
         self._readings: Mapping[str, float] = {}
         self.is_readable = True
-        """Whether the server has told its gauges when it was asked last."""
+        """Whether the server answered when last asked for its gauges."""
         self._num_failed = 0
         self.failed: asyncio.Future[TransportError] = asyncio.get_running_loop().create_future()
-        """What every request fails with, once it is known."""
+        """The error with which every request fails, once known."""
         self.is_closed = False
         self._watch_task = asyncio.create_task(self._watch())
 
@@ -206,7 +207,7 @@ class ServedEngine(UpdatableEngine):
     ) -> Completion:
         """One completion, cut at `max_new_tokens`, at the longest length or by the handle.
 
-        The handle's number of tokens stays -1: the server answers once, at the end.
+        The handle's number of tokens stays -1, since the server answers only once, at the end.
         """
         if media:
             raise RolloutError(
@@ -227,13 +228,13 @@ class ServedEngine(UpdatableEngine):
         return await self._requests.run(self._complete(request, stop))
 
     def gauges(self) -> Mapping[str, float]:
-        """The server's last readings, and the requests that wait on this side."""
+        """The server's last readings, and the requests waiting on this side."""
         readings = {"num_active": 0.0, "num_waiting": 0.0, "num_tokens": 0.0, **self._readings}
         waiting = readings["num_waiting"] + len(self._requests) - self._num_sent
         return {**readings, "num_waiting": waiting, "pause_s": self._pause_s}
 
     def fail(self, error: TransportError) -> None:
-        """From now on every request fails with this error."""
+        """Make every request fail with this error from now on."""
         if not self.failed.done():
             self.failed.set_result(error)
 
@@ -263,8 +264,8 @@ class ServedEngine(UpdatableEngine):
             raise WeightTransferError(f"{server.name} did not take an update: {error}") from error
 
     async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        """Loads also if the server's label is that version's: whoever loaded it may have been
-        killed before sampling went on."""
+        """Loads even if the server already has that version's label: whoever loaded it may have
+        been killed before sampling resumed."""
         weights, server = self._weights, self._server
         weights.note_newest(update.policy_version)
 
@@ -289,7 +290,7 @@ class ServedEngine(UpdatableEngine):
             self._is_loaded.set()
 
     async def _complete(self, request: ServedRequest, stop: asyncio.Event) -> Completion:
-        """The answer, once there is a slot for the request."""
+        """Send the request once there is a slot; the answer."""
 
         async def send() -> Completion:
             answer = await retry_lost(lambda: self._send(request, stop), self._retry_timeout_s)
@@ -312,8 +313,8 @@ class ServedEngine(UpdatableEngine):
                 self._num_sent -= has_slot
 
     async def _pause(self) -> None:
-        """Longer after each failure in a row: else a server that fails every request at once would
-        use the prompts up."""
+        """Pause longer after each failure in a row: otherwise a server that fails every request at
+        once would use up the prompts."""
         pause_s = _FIRST_PAUSE_S * 2.0 ** min(self._num_failed, 10)
         self._num_failed += 1
         await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
@@ -338,7 +339,8 @@ class ServedEngine(UpdatableEngine):
             await self._weights.require_own(error)
             raise
         except BusyError:
-            # So vLLM 0.33 answers what arrives in a pause that requests in flight do not outlast.
+            # vLLM 0.33 answers this way to requests that arrive in a pause that ends those in
+            # flight.
             await self._is_loaded.wait()
             raise
         except (asyncio.CancelledError, ConnectionLostError, SlowAnswerError):
@@ -349,11 +351,11 @@ class ServedEngine(UpdatableEngine):
         is_aborted = answer.finish_reason is FinishReason.ABORT and not stop.is_set()
         if is_aborted and self._num_loads_begun == num_loads:
             if self._weights.is_shared:
-                # For an update that another generator loads.
+                # Wait for an update that another generator loads.
                 raise BusyError("a request", 503, "given up without an update", 0.0)
             raise RolloutError("it gave a request up without an update")
         if self._keeps_old_kv and version not in answer.policy_versions[:1]:
-            # It started after an update, with prefixes that the version before had computed.
+            # It started after an update, on prefixes that the previous version computed.
             if len(answer.policy_versions) and version == self._weights.policy_version:
                 self._weights.on_version(int(answer.policy_versions[0]))
             return nothing_sampled(FinishReason.ABORT)
@@ -366,8 +368,8 @@ class ServedEngine(UpdatableEngine):
             log.debug("request %s was not aborted: %s", request_id, error)
 
     async def _watch(self) -> None:
-        """Reads the server's gauges, waiting a moment between two; what cannot be read is 0. Ends
-        when the server is gone, or one that generators share has other weights."""
+        """Read the server's gauges at short intervals; unreadable ones are 0. Ends when the server
+        is gone, or a shared one has foreign weights."""
         for number in itertools.count():
             try:
                 readings = await retry_lost(self._read, self._retry_timeout_s)
@@ -383,7 +385,8 @@ class ServedEngine(UpdatableEngine):
             await asyncio.sleep(_READINGS_S)
 
     def _on_readings(self, readings: Mapping[str, float], error: str = "") -> None:
-        """`error` is why there are none, which is logged once; the total of tokens never falls."""
+        """Store readings; `error` says why there are none, and is logged once. The total of tokens
+        never falls."""
         if self.is_readable and error:
             log.warning("%s's gauges cannot be read: %s", self._server.name, error)
         elif not (self.is_readable or error):

@@ -1,9 +1,9 @@
-"""HTTP to an inference server that may be broken: JSON both ways, and an error for each kind of
-failure.
+"""HTTP client for inference servers, which may be broken: JSON both ways, and an error for each
+kind of failure.
 
-Invariant: every call ends by its deadline, which counts from the first byte sent to the last one
-read, and reads no more than its limit; nothing of an answer is decompressed, followed or kept.
-Calls that may be repeated go through `retry_lost`.
+Invariant: every call ends by its deadline, counted from the first byte sent to the last one read,
+and reads no more than its limit; answers are not decompressed, redirects not followed, cookies not
+kept. Calls that may be repeated go through `retry_lost`.
 
 `readings` are the gauges of a server's Prometheus page, finite and not negative whatever it holds.
 """
@@ -24,17 +24,19 @@ MAX_ANSWER_BYTES = 16 * 2**20
 _MAX_MESSAGE = 500
 _CONNECT_S = 10.0
 _GET_S = 10.0
-# So long an idle connection is used again. vLLM's and SGLang's servers close it after 5 s, and a
-# request that meets the close is lost.
+# For how long an idle connection is used again. vLLM's and SGLang's servers close it after 5 s, and
+# a request that meets the close is lost.
 KEPT_S = 2.5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
-# What a server breaks so often it will break again; each try may cost it a whole completion.
+# A server that breaks an answer this often will break it again; each try may cost it a whole
+# completion.
 _MOST_BROKEN = 4
 _BUSY = (429, 502, 503, 504)
 
 
 class RefusedError(StreamRLError):
-    """What the server answered is an error, with its HTTP status, or is no answer."""
+    """The server answered with an error, with its HTTP status, or with something that is not an
+    answer."""
 
     def __init__(self, path: str, status: int, message: str) -> None:
         super().__init__(f"{path} was answered with {status}: {message}")
@@ -42,7 +44,7 @@ class RefusedError(StreamRLError):
 
 
 class BusyError(RefusedError):
-    """The server takes no request at present; `wait_s` is how long it asks to wait, 0 if it does
+    """The server takes no requests at present; `wait_s` is how long it asks to wait, 0 if it does
     not say."""
 
     def __init__(self, path: str, status: int, message: str, wait_s: float) -> None:
@@ -51,15 +53,15 @@ class BusyError(RefusedError):
 
 
 class ConnectionLostError(TransportError):
-    """No connection was made, or one that was kept is gone."""
+    """No connection was made, or a kept one is gone."""
 
 
 class BrokenAnswerError(ConnectionLostError):
-    """The connection was made, and the answer is not whole or not HTTP."""
+    """The connection was made, but the answer is incomplete or not HTTP."""
 
 
 class SlowAnswerError(TransportError):
-    """The connection stands, but no whole answer came in time."""
+    """The connection holds, but no complete answer came in time."""
 
 
 class Http:
@@ -150,8 +152,8 @@ def decoded(path: str, content: bytes, answer: type[T]) -> T:
 
 
 async def retry_lost(call: Callable[[], Awaitable[T]], retry_timeout_s: float) -> T:
-    """Repeats the call while the connection is lost or the server busy. Waits for an answer, or
-    until `retry_timeout_s` after the first failure.
+    """Repeat the call while the connection is lost or the server busy. Waits for an answer, until
+    `retry_timeout_s` after the first failure.
 
     Raises:
         TransportError: no connection is made any more: the server is gone.
@@ -179,7 +181,7 @@ async def retry_lost(call: Callable[[], Awaitable[T]], retry_timeout_s: float) -
 
 
 async def _read(path: str, response: httpx2.Response, max_bytes: int) -> bytes:
-    """The body as it was sent. Waits for its end, or for more than `max_bytes`."""
+    """The body as sent. Waits for its end, or for more than `max_bytes`."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
         message = f"a body that is compressed ({_shown(encoding)}), which was not asked for"
         raise RefusedError(path, response.status_code, message)
@@ -205,13 +207,13 @@ def _require_success(path: str, response: httpx2.Response, content: bytes) -> No
 
 
 def _seconds(response: httpx2.Response) -> float:
-    """What Retry-After asks for; 0 if it is missing or a date."""
+    """The wait that Retry-After asks for; 0 if it is missing or a date."""
     text = response.headers.get("retry-after", "")
     return float(text) if text.isascii() and text.isdigit() else 0.0
 
 
 def _message(content: bytes) -> str:
-    """The message of an error answer, from whichever of the usual fields holds it."""
+    """The message of an error answer, from whichever usual field holds it."""
     try:
         body = msgspec.json.decode(content)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -226,7 +228,7 @@ def _sentence(where: str, error: httpx2.RequestError) -> str:
 
 
 def _shown(text: str) -> str:
-    """On one line, cut, with nothing that a terminal would obey."""
+    """On one line, shortened, without terminal control characters."""
     printable = "".join(c if c.isprintable() else " " for c in text[: 4 * _MAX_MESSAGE])
     return " ".join(printable.split())[:_MAX_MESSAGE]
 

@@ -1,5 +1,5 @@
-"""How an engine starts on inference servers that are up, or come up in time. This blocks: a
-generator has nothing else to do before its engine is up.
+"""Starts an engine on inference servers that are up, or come up in time. This blocks: a generator
+has nothing else to do before its engine is up.
 
 Whose a server is, its label of its weights says:
 
@@ -9,10 +9,10 @@ Whose a server is, its label of its weights says:
     another run, unused    takes it                     restores the model folder's weights
     somebody else, or none takes it                     restores the model folder's weights
 
-The learner sends the weights to a generator that takes a server, before it leases. Generators look
-at the label again and again, so a server whose looks are counted up is in use.
+A generator that takes a server gets the weights from the learner before it leases. Generators look
+at the label again and again, so a server whose count of looks grows is in use.
 
-Invariant: a server is attached before it gets a request, and one with the label of this run is not
+Invariant: a server is attached before it gets requests, and one with this run's label is not
 touched, since a generator may be loading weights there.
 """
 
@@ -51,7 +51,7 @@ class Model(Struct, frozen=True):
 
 
 class Models(Struct, frozen=True):
-    """Both libraries' answer to /v1/models: the fields that we read."""
+    """The answer of both libraries to /v1/models: the fields that we read."""
 
     data: Annotated[list[Model], Meta(min_length=1)]
 
@@ -82,8 +82,8 @@ async def wait_until_up(
     timeout_s: float = 0.0,
     require_alive: Callable[[], None] = lambda: None,
 ) -> Sequence[Server]:
-    """Those that take requests. Waits for one of them; unblocked by it, by `require_alive`, which
-    raises when the server's process has ended, or by the timeout."""
+    """The servers that take requests. Waits for at least one, until the timeout, or until
+    `require_alive` raises because the server's process has ended."""
     until_s = time.monotonic() + timeout_s
     while True:
         require_alive()
@@ -108,7 +108,8 @@ async def wait_until_up(
 
 
 async def require_length(http: Http, max_model_len: int, num_reserved: int = 0) -> None:
-    """Refuses a server whose context is too short; it keeps `num_reserved` positions of it."""
+    """Refuse a server whose context is too short; the server reserves `num_reserved` positions of
+    it."""
     longest = (await served_model(http)).max_model_len - num_reserved
     if longest < max_model_len:
         raise ConfigError(
@@ -127,16 +128,16 @@ async def probe(
     *,
     keeps_experts: bool = False,
 ) -> None:
-    """Samples one token with top_k 1: under the truncated distribution its log-probability is 0.
-    A server that cannot tell so many candidates of a token, or no experts, refuses it.
+    """Sample one token with top_k 1: under the truncated distribution its log-probability is 0. A
+    server that cannot report that many candidates, or experts, refuses this.
 
     Raises:
         ConfigError: the server reports log-probabilities of another distribution.
     """
     request = ServedRequest(
-        # A server refuses two requests of one id, and several generators may start at once.
+        # A server refuses two requests with the same id, and several generators may start at once.
         id=f"probe-{uuid.uuid4().hex}",
-        # Not 0 alone: a padding token without an embedding makes all candidates alike.
+        # Not just token 0: a padding token without an embedding makes all candidates equal.
         prompt_token_ids=[1, 2, 3],
         sampling=SamplingParams(
             max_new_tokens=1,
@@ -162,12 +163,13 @@ async def probe(
         )
 
 
-# Longer than the time between two looks at the label, on a busy machine too.
+# Longer than the time between two looks at the label, even on a busy machine.
 _WINDOW_S, _NUM_WINDOWS = 2.0, 3
 
 
 def labels_of_run(config: RunConfig) -> Labels:
-    """Those of the generators that have one learner and the same way to load its weights."""
+    """The labels shared by generators that have the same learner and load its weights in the same
+    way."""
     address, served = config.weights.address, config.generator.served
     host = socket.gethostname() if is_loopback(address) else ""
     pause = f"{served.pause_mode} {served.recompute_kv}"
@@ -175,7 +177,7 @@ def labels_of_run(config: RunConfig) -> Labels:
 
 
 def server_id(url: str) -> str:
-    """The same for two generators of one server, if both reach it by one address."""
+    """Equal for two generators of one server, if both use the same address."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
@@ -188,10 +190,10 @@ def server_id(url: str) -> str:
 
 
 async def attach(config: RunConfig, server: Server) -> None:
-    """Returns once the server may be used under its labels, or with its first weights.
+    """Attach the server: returns once it may be used under its labels, or with its first weights.
 
     Raises:
-        ConfigError: it is in use by others, does not fit, or refuses a request.
+        ConfigError: others use it, it does not fit, or it refuses a request.
         TransportError: a request failed.
     """
     keeps_experts = config.algorithm.records_experts
@@ -205,13 +207,13 @@ async def attach(config: RunConfig, server: Server) -> None:
 
 
 async def _takes_over(server: Server) -> bool:
-    """Whether the server was somebody else's, and is now that of its labels."""
+    """Take the server if it was somebody else's; whether it was."""
     await server.require_settings()
     label = await server.label()
     if _is_ours(server, label):
         return False
     if is_of_a_run(label) and await _is_in_use(server):
-        # Those who look may be generators of this run, one of which has taken it meanwhile.
+        # Those looking may be generators of this run, one of which has taken it meanwhile.
         label = await server.label()
         if _is_ours(server, label):
             return False
@@ -235,7 +237,7 @@ def _is_ours(server: Server, label: str) -> bool:
 
 
 async def _is_in_use(server: Server) -> bool:
-    """Whether others look at the server's label all the time."""
+    """Whether others keep looking at the server's label."""
     for _ in range(_NUM_WINDOWS):
         before = await server.num_looks()
         await asyncio.sleep(_WINDOW_S)
@@ -246,7 +248,7 @@ async def _is_in_use(server: Server) -> bool:
 
 MakeServer: TypeAlias = Callable[[str, Labels], Server]
 """Of the server at a URL."""
-# A request on a server that is gone is soon sampled again on another one.
+# A request on a lost server is soon sampled again on another one.
 _RETRY_S = 1.0
 
 
@@ -258,11 +260,12 @@ def open_served(
     *,
     is_shared: bool = False,
 ) -> ServedEngine:
-    """An engine on the server at `url`, checked; raises as `open_urls` does.
+    """An engine on the server at `url`, which is checked; raises as `open_urls` does.
 
     Args:
-        process: the server's if this engine started it; it ends here if the start fails.
-        is_shared: whether generators share it, and get their first weights from the learner.
+        process: the server's, if this engine started it; it is ended if the start fails.
+        is_shared: whether generators share the server, and get their first weights from the
+        learner.
     """
     labels = labels_of_run(config) if is_shared else Labels.new()
     timeout_s = config.generator.served.start_timeout_s
@@ -279,8 +282,8 @@ def open_served(
 def open_urls(
     config: RunConfig, make: MakeServer, *, is_shared: bool
 ) -> ServedEngine | ReplicatedEngine:
-    """An engine on the servers elsewhere that the settings name. An engine by itself, as that of an
-    evaluation, takes the first of them.
+    """An engine on the servers that the settings name. An engine that is alone, such as an
+    evaluation's, uses the first of them.
 
     Raises:
         ConfigError: no server is up in time, one does not fit, or they serve different models.
@@ -303,8 +306,8 @@ def open_urls(
 
 
 def _wait_for(steps: Coroutine[Any, Any, T]) -> T:
-    """What the steps return, in a loop of their own: the thread that waits may run one. If it is
-    interrupted they are left alone."""
+    """The steps' result, from a separate event loop, since the waiting thread may already run one.
+    If interrupted, the steps are abandoned."""
     return in_thread(lambda: asyncio.run(steps), "engine's start").result()
 
 
@@ -314,7 +317,7 @@ async def _attached(
     timeout_s: float = 0.0,
     require_alive: Callable[[], None] = lambda: None,
 ) -> str:
-    """The name of the model of those that are up, which are attached; waits as `wait_until_up`."""
+    """Attach the servers that are up; their model's name. Waits as `wait_until_up`."""
     try:
         up = await wait_until_up(servers, timeout_s, require_alive)
         for server in up:

@@ -12,7 +12,7 @@ from streamrl.errors import TransportError
 from streamrl.run_folder import last_log_line
 
 _GRACE_S = 4.5
-# As a file, so that it imports nothing and watches the owner from the first moment on.
+# Run as a file, so that it imports nothing and watches its owner from the start.
 GUARD = Path(__file__).with_name("process_guard.py")
 
 
@@ -44,7 +44,7 @@ class ServerProcess:
             raise death("the inference server", code, self._log_file)
 
     def close(self) -> None:
-        """Ends the process. Waits until it has ended, at most as long as its guard gives it."""
+        """End the process. Waits until it has ended, at most as long as its guard allows."""
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -71,5 +71,5 @@ _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 def has_gpu() -> bool:
-    """Whether a server on this machine may run on a GPU, whichever torch is installed here."""
+    """Whether a server on this machine may run on a GPU, regardless of the torch installed here."""
     return any(path.exists() for path in _GPU_DEVICES)

@@ -31,14 +31,14 @@ _READY_S = 0.1
 
 
 class Replica:
-    """One of the servers. `open_engine` raises at once if the server is not up, or does not fit."""
+    """One of the servers. `open_engine` raises at once if the server is not up or does not fit."""
 
     def __init__(self, url: str, open_engine: Callable[[], Awaitable[ServedEngine]]) -> None:
         self.url = url
         self._open_engine = open_engine
         self._engine: ServedEngine | None = None
         self._has_newest = self._has_any = False
-        # Totals of engines that have ended.
+        # Totals of earlier engines of this server.
         self._ended: Mapping[str, float] = {"num_tokens": 0.0, "pause_s": 0.0}
         self.num_requests = 0
 
@@ -48,8 +48,8 @@ class Replica:
 
     @property
     def ready(self) -> ServedEngine | None:
-        """That of a server to which requests may go: not to one that has failed, until it is
-        opened again."""
+        """The engine, if requests may go to it: not after it has failed, until it is opened
+        again."""
         engine = self._engine
         if engine is None or engine.failed.done():
             return None
@@ -65,8 +65,8 @@ class Replica:
         return {**gauges, **{n: v + gauges.get(n, 0.0) for n, v in self._ended.items()}}
 
     async def serve(self) -> None:
-        """Opens an engine, and another one when it has failed; ends when cancelled. Waits for the
-        server to come up, then for the engine's failure."""
+        """Open an engine, and another one after it failed, until cancelled. Waits for the server to
+        come up, then for the engine's failure."""
         said = ""
         while True:
             try:
@@ -85,8 +85,8 @@ class Replica:
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
         """
         Raises:
-            WeightTransferError: the server has not loaded it; it gets no requests until it has
-                loaded another one.
+            WeightTransferError: the server did not load it; it gets no requests until it has loaded
+                another update.
         """
         engine = self._engine
         if engine is None:
@@ -135,14 +135,14 @@ class ReplicatedEngine:
 
     @property
     def policy_version(self) -> int:
-        """The oldest of those that servers sample with; without one, the last known."""
+        """The oldest version that a server samples with; the last known one if there is none."""
         versions = [engine.policy_version for engine in self._ready]
         self._policy_version = min(versions, default=self._policy_version)
         return self._policy_version
 
     @property
     def learner_id(self) -> str:
-        """The one of all servers that requests go to; NO_LEARNER while they have different ones."""
+        """The learner of all servers that requests go to; NO_LEARNER while they differ."""
         learners = {engine.learner_id for engine in self._ready}
         if learners:
             self._learner_id = learners.pop() if len(learners) == 1 else NO_LEARNER
@@ -155,7 +155,7 @@ class ReplicatedEngine:
         handle: CompletionHandle | None = None,
         media: Sequence[Media] = (),
     ) -> Completion:
-        """On another server again if one is gone meanwhile."""
+        """A completion; sampled again on another server if one is lost meanwhile."""
         handle = handle or CompletionHandle()
         while not handle.stop.is_set():
             replica = self._choose(handle)
@@ -224,7 +224,7 @@ def _load_of(replica: Replica) -> tuple[int, float]:
 
 
 async def _load_while_up(engine: ServedEngine, update: WeightUpdate) -> LoadReport:
-    """Waits for the load, or for the engine's failure: a load has no end once its sockets are
+    """Waits for the load, or for the engine's failure: a load never ends once its sockets are
     closed."""
     loading = asyncio.create_task(engine.load_weights(update))
     try:

@@ -20,22 +20,22 @@ from streamrl.errors import ConfigError, RolloutError
 from streamrl.types import Completion, Int32Array, SamplingParams, WeightUpdate
 
 ABORT_S = 10.0
-"""How long a server may take to answer that it aborts a request."""
+"""How long a server may take to confirm an abort."""
 UNLABELED = "default"
-"""The label that both vLLM and SGLang give the weights they started with."""
+"""The label that both vLLM and SGLang give to the weights they started with."""
 LOAD_FOLDER_S = 600.0
-"""How long it may take to load the model's folder again."""
+"""How long reloading the model's folder may take."""
 _ANSWER_S = 60.0
 _VERSION = re.compile("[0-9]{1,9}")
 _RUN = "run-"
 
 
 class ForeignWeightsError(RolloutError):
-    """A reply names weights that this engine did not load."""
+    """A reply carries a label of weights that this engine did not load."""
 
 
 Check: TypeAlias = Callable[[], None]
-# In a sequence; its numbers are 32 bits wide.
+# The most tokens in a sequence; numbers are 32 bits wide.
 Position = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -49,17 +49,17 @@ class Labels(Struct, frozen=True):
 
     @classmethod
     def new(cls) -> "Labels":
-        """Of one engine object."""
+        """Labels of one engine object."""
         return cls(uuid.uuid4().hex[:12])
 
     @classmethod
     def of_run(cls, facts: str) -> "Labels":
-        """Of the run with these facts; two runs differ in them."""
+        """Labels of the run with these facts, which differ between runs."""
         return cls(_RUN + hashlib.sha256(facts.encode()).hexdigest()[:12])
 
     @property
     def is_shared(self) -> bool:
-        """Whether other generators may load weights under these labels."""
+        """Whether other generators may also load weights under these labels."""
         return self.owner.startswith(_RUN)
 
     @property
@@ -77,7 +77,7 @@ class Labels(Struct, frozen=True):
         return label == self.taken or self._version(label) is not None
 
     def version(self, label: str) -> int:
-        """The version of a label.
+        """The version in a label.
 
         Raises:
             ForeignWeightsError: the owner did not load the weights.
@@ -97,24 +97,24 @@ class Labels(Struct, frozen=True):
 
 
 class AnyLabels(Labels, frozen=True):
-    """For a first token, which is sampled before the weights have a label of their owner."""
+    """Accepts any label: for a first token, sampled before the weights have their owner's label."""
 
     def version(self, label: str) -> int:
         return 0
 
 
 def is_of_a_run(label: str) -> bool:
-    """Whether generators of a run have given the server this label, of whichever run."""
+    """Whether generators of some run have given the server this label."""
     return label.startswith(_RUN)
 
 
 class ServedRequest(Struct, frozen=True, kw_only=True):
     """A request for one completion.
 
-    `id` is not a prefix of another one's (SGLang aborts by prefix). `stops` end the completion and
-    contain the end-of-sequence tokens unless these are ignored. Only requests of one `cache_salt`
-    share prefixes of their prompts. `expert_shape` are the decoder layers, and the experts of a
-    token in each; (0, 0) where these are not asked for.
+    `id` is not a prefix of another request's (SGLang aborts by prefix). `stops` end the completion
+    and contain the end-of-sequence tokens unless those are ignored. Only requests with the same
+    `cache_salt` share prompt prefixes. `expert_shape` is the number of decoder layers and of a
+    token's experts in each; (0, 0) if not asked for.
     """
 
     id: str
@@ -125,7 +125,8 @@ class ServedRequest(Struct, frozen=True, kw_only=True):
     expert_shape: tuple[int, int] = (0, 0)
 
     def answer_bytes(self, candidate_bytes: int) -> int:
-        """The longest answer, with room to spare, if so many bytes tell each token's candidates."""
+        """The longest possible answer, with room to spare, if each token's candidates take this
+        many bytes."""
         num_new = self.sampling.max_new_tokens
         # Base64 of numbers of four bytes.
         of_experts = 8 * prod(self.expert_shape) * (len(self.prompt_token_ids) + num_new)
@@ -141,10 +142,10 @@ class VersionSpan(Struct, frozen=True):
 
 
 class ServerUpdates(Protocol):
-    """How the weights of a server change, an update at a time."""
+    """Changes the weights of a server, one update at a time."""
 
     async def receive(self, update: WeightUpdate) -> None:
-        """Gets the update to where `load_in_pause` finds it, while sampling goes on.
+        """Bring the update to where `load_in_pause` finds it, while sampling goes on.
 
         Raises:
             WeightTransferError, RefusedError, ConnectionLostError: it did not arrive; the server's
@@ -155,18 +156,18 @@ class ServerUpdates(Protocol):
     async def load_in_pause(
         self, label: str, on_loaded: Callable[[], None], require_current: Check
     ) -> float:
-        """Loads what was received, under this label; returns the seconds in which nothing was
+        """Load what was received, under this label; returns the seconds in which nothing was
         sampled.
 
-        `on_loaded` is called before sampling goes on, `require_current` before each step that
+        `on_loaded` is called before sampling resumes, `require_current` before each step that
         changes the server; it raises if another generator may be loading there. After an error
-        other than WeightTransferError the server stays paused: its weights may be partly old,
-        partly new.
+        other than WeightTransferError the server stays paused, since its weights may be partly old
+        and partly new.
         """
         ...
 
     async def close(self) -> None:
-        """Ends what updates arrive by."""
+        """Close whatever receives updates."""
         ...
 
 
@@ -175,14 +176,14 @@ class Labeled(Struct, frozen=True):
 
 
 class Server(ABC):
-    """One server, of a run with `config`. Once `actors.engines.served.open` has attached it, it
-    holds the weights of the model's folder, or, with `labels.is_shared`, what it has got from this
-    generator or another one of the run.
+    """One server, for a run with `config`. Once `actors.engines.served.open` has attached it, it
+    holds the model folder's weights or, with `labels.is_shared`, those it got from this or another
+    generator of the run.
     """
 
     library: ClassVar[str]
     label_path: ClassVar[str]
-    """Where it answers with its label."""
+    """The path at which it answers with its label."""
     gauges: ClassVar[Names]
     looks: ClassVar[tuple[str, str]]
     """The gauge, as in `Names`, that counts requests for the label."""
@@ -192,14 +193,14 @@ class Server(ABC):
         self.name = f"{self.library} at {self.http.url}"
         self.labels = labels
         self._config = config
-        # An episode's deadline ends its request before, unless the server does not answer.
+        # An episode's deadline ends its request earlier, unless the server does not answer.
         self._request_timeout_s = config.generator.group_deadline_s + _ANSWER_S
 
-    # The start. All of it may raise RefusedError or TransportError, for a request that fails.
+    # Starting. All of these may raise RefusedError or TransportError, if a request fails.
 
     @abstractmethod
     async def require_up(self) -> None:
-        """Returns if the server takes requests."""
+        """Return if the server takes requests; raise if not."""
 
     @abstractmethod
     async def require_settings(self) -> None:
@@ -210,43 +211,43 @@ class Server(ABC):
 
     @abstractmethod
     async def take(self) -> None:
-        """Labels the server as taken; it samples, whatever state it was left in."""
+        """Label the server as taken; it samples afterwards, whatever state it was left in."""
 
     @abstractmethod
     async def restore(self) -> None:
-        """Loads the model folder's weights, whatever an earlier generator has loaded, and labels
-        them as version 0."""
+        """Load the model folder's weights, whatever an earlier generator loaded, and label them as
+        version 0."""
 
     @abstractmethod
     def refusal(self, error: RefusedError) -> ConfigError:
-        """The error for a server that refuses one of these requests."""
+        """The error to raise if a server refuses one of these requests."""
 
     async def num_looks(self) -> float:
-        """How often its label was asked for."""
+        """How often its label has been asked for."""
         return readings(await self.http.text("/metrics"), {"looks": self.looks})["looks"]
 
-    # Once it is attached.
+    # For an attached server.
 
     @property
     @abstractmethod
     def updates(self) -> ServerUpdates:
-        """What gets the learner's updates into the server; made for the engine that asks for it, in
-        its event loop."""
+        """The object that brings the learner's updates into the server; made for the calling
+        engine, in its event loop."""
 
     @abstractmethod
     async def sample(self, request: ServedRequest) -> Completion:
-        """The completion; `FinishReason.ABORT` with what was sampled, if an update or `abort` has
-        ended it.
+        """Sample a completion; if an update or `abort` ends it, it has `FinishReason.ABORT` and
+        what was sampled.
 
         Raises:
-            RolloutError, RefusedError, SlowAnswerError: this request fails alone.
+            RolloutError, RefusedError, SlowAnswerError: only this request fails.
             BusyError, ConnectionLostError: the request may be sent again, under another id.
             ForeignWeightsError: the reply is of weights that this engine did not load.
         """
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """Ends the request, if the server has it; `sample` gets the answer."""
+        """End the request, if the server has it; `sample` gets the answer."""
 
     async def label(self) -> str:
         """The server's label of its weights."""
@@ -267,7 +268,7 @@ def versions_of(spans: Iterable[VersionSpan], num_tokens: int, labels: Labels) -
     """The version that sampled each token [num_tokens].
 
     Raises:
-        RolloutError: the spans leave a token out, or give it twice.
+        RolloutError: the spans leave a token out, or contain it twice.
         ForeignWeightsError: a token was sampled by weights that this engine did not load.
     """
     versions, done = np.full(num_tokens, -1, dtype=np.int32), 0
@@ -288,7 +289,7 @@ def require_sound(
 ) -> None:
     """
     Raises:
-        RolloutError: it is no answer to this request.
+        RolloutError: it is not an answer to this request.
     """
     num_tokens, most = len(answer.token_ids), request.sampling.max_new_tokens
     if num_tokens > most:
