@@ -400,9 +400,11 @@ def _error_of(call: Any) -> str:
     if not isinstance(function.get("arguments"), dict):
         return f"the arguments of the call of {function['name']!r} are no JSON object"
     try:
-        json.dumps(function, ensure_ascii=False, default=str).encode()
+        json.dumps(function, ensure_ascii=False, allow_nan=False, default=str).encode()
     except UnicodeEncodeError as error:
         return f"the call of {function['name']!a} is no valid Unicode: {error.reason}"
+    except ValueError:
+        return f"the call of {function['name']!r} has a number that is none in JSON"
     return ""
 
 

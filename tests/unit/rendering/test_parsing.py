@@ -328,6 +328,8 @@ class TestUnreadable:
             ("[1, 2]", "a tool call has no name"),
             ("[" * 100_000, "recursion"),
             (r'{"name": "add", "arguments": {"a": "\ud83d"}}', "'add' is no valid Unicode"),
+            ('{"name": "add", "arguments": {"a": [1e999]}}', "'add' has a number that is none in"),
+            ('{"name": "add", "arguments": {"a": NaN}}', "'add' has a number that is none in JSON"),
         ],
     )
     def test_it_is_a_message_without_calls(self, body: str, reason: str) -> None:
