@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from actors.concurrency import first_result
 from actors.gateway.session import Session
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
@@ -58,10 +59,12 @@ async def play(agent: Agent, session: Session, context: EnvironmentContext) -> A
     cancels; a failure after a limit has cut the episode counts as cut.
 
     Raises:
-        RolloutError: the agent failed, disappeared, or asked for nothing.
+        RolloutError: the agent failed, disappeared, or asked for nothing. What an engine ends with
+            is raised as it is, whatever the agent makes of it.
     """
     try:
-        result = await agent.play(session, context)
+        # The engine's first: an agent may end since it has failed.
+        result = await first_result(session.engine_failure(), agent.play(session, context))
     except RolloutError:
         if not (session.finish_reason.is_truncated and session.record.segments):
             raise

@@ -13,10 +13,11 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import NoReturn
 
 from actors.episode_record import EpisodeRecord
 from actors.rendering.messages import normalized
-from streamrl.errors import StreamRLError
+from streamrl.errors import RolloutError, StreamRLError
 from streamrl.interfaces import CompletionHandle, Message, Renderer, Sampler, ToolSchema
 from streamrl.types import Completion, FinishReason, SamplingParams
 
@@ -164,6 +165,8 @@ class Session:
         self.messages: tuple[Message, ...] = ()
         """The conversation of the completion that ended last."""
         self.answered: Mapping[str, Sequence[Message]] = {}
+        self._engine_error: Exception | None = None
+        self._has_engine_failed = asyncio.Event()
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +185,13 @@ class Session:
         """Of the episode, if it ends here."""
         is_cut = self.stop.is_set() and self._end is None
         return FinishReason.DEADLINE if is_cut else self._finish_reason
+
+    async def engine_failure(self) -> NoReturn:
+        """Raises what the engine has ended with, which is the end of more than this episode. Waits
+        for that."""
+        await self._has_engine_failed.wait()
+        assert self._engine_error is not None, "it is set before"
+        raise self._engine_error
 
     def judge(self, reward: float) -> None:
         """Of the whole episode; recorded with the completion that ended last."""
@@ -207,7 +217,8 @@ class Session:
             num_instructions: of the first messages, how many `answered` leaves out.
 
         Raises:
-            SessionEndedError: the episode is over, or ended before a token was sampled.
+            SessionEndedError: the episode is over, or ended before a token was sampled, or the
+                engine has ended.
             ContextTooLongError: the messages fill `max_model_len`.
             RolloutError: the engine cannot serve the request.
             ConfigError: the chat template cannot render the messages.
@@ -274,9 +285,13 @@ class Session:
         self.handles |= {handle}
         try:
             return await self.engine.generate(context, sampling, handle)
-        except BaseException:
+        except (RolloutError, asyncio.CancelledError):
             self._num_begun -= 1
             raise
+        except Exception as error:
+            self._engine_error = error
+            self._has_engine_failed.set()
+            raise SessionEndedError(f"the engine has ended: {error}") from error
         finally:
             self.handles -= {handle}
             self._last_change_s = time.monotonic()

@@ -25,7 +25,7 @@ from streamrl.types import FinishReason
 from tests.unit.gateway.parts import SAMPLING, PlainRenderer, ScriptedEngine, text
 
 PREAMBLE = """
-import asyncio, json, os, signal, subprocess, sys, time, urllib.request
+import asyncio, json, os, signal, subprocess, sys, time, urllib.error, urllib.request
 
 def post(url, body, key=""):
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
@@ -224,6 +224,18 @@ class TestFunctions:
             rollout = await running
         assert episodes.latest.num_slots == 0
         assert rollout.metrics["environment_wait_s"] > 0
+
+    async def test_an_engine_that_has_ended_is_no_failure_of_the_agents(self, function):
+        """Else each group would fail, and the run lose its prompts, before the generator ends."""
+        play = function(
+            "ask(base_url, api_key)\ntry:\n    ask(base_url, api_key)\n"
+            "except urllib.error.HTTPError as error:\n    assert error.code == 410\nreturn 0.0"
+        )
+        async with serving(function=play, reward="environment") as episodes:
+            episodes.engine.answers = ["a;"]
+            episodes.engine.failure = TransportError("the inference server is gone")
+            with pytest.raises(TransportError, match="the inference server is gone"):
+                await episodes.run()
 
 
 class TestCommands:

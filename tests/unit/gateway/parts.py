@@ -32,6 +32,8 @@ class ScriptedEngine:
         self.open = asyncio.Event()
         self.open.set()
         self.num_running = 0
+        self.failure: Exception | None = None
+        """What it ends with once it has no more answers."""
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, handle: CompletionHandle
@@ -39,6 +41,8 @@ class ScriptedEngine:
         self.num_running += 1
         try:
             await self.open.wait()
+            if self.failure and not self.answers:
+                raise self.failure
             answer = self.answers.pop(0)
         finally:
             self.num_running -= 1
