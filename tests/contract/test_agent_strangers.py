@@ -95,6 +95,32 @@ async def test_a_tool_has_a_name():
         assert answer["error"]["message"] == "tools: has a function without a name"
 
 
+CALL, OUTPUT = {"type": "function_call"}, {"type": "function_call_output"}
+USE, RESULT = {"type": "tool_use"}, {"type": "tool_result"}
+
+
+@pytest.mark.parametrize(
+    ("path", "item", "sentence"),
+    [
+        ("/v1/responses", {**CALL, "name": "a", "call_id": []}, "got `array` - at `call_id`"),
+        ("/v1/responses", {**CALL, "name": 5}, "`str`, got `int` - at `name`"),
+        ("/v1/responses", {**CALL, "call_id": "c"}, "missing required field `name`"),
+        ("/v1/responses", {**OUTPUT, "call_id": {}}, "`str`, got `object` - at `call_id`"),
+        ("/v1/messages", {**USE, "name": "a", "id": []}, "`str`, got `array` - at `id`"),
+        ("/v1/messages", {**USE, "name": "a", "input": [1]}, "`object`, got `array` - at `input`"),
+        ("/v1/messages", {**RESULT, "tool_use_id": {}}, "got `object` - at `tool_use_id`"),
+    ],
+)
+async def test_calls_and_their_results_have_names_and_ids_of_text(path, item, sentence):
+    body = {"input": [QUESTION, item]}
+    if path == "/v1/messages":
+        body = {"max_tokens": 1, "messages": [{"role": "user", "content": [item]}]}
+    async with playing("a;") as played:
+        status, answer = await asked(played, path, json.dumps(body).encode())
+        assert status == 400
+        assert sentence in answer["error"]["message"]
+
+
 async def test_numbers_have_a_range():
     async with playing("a;", request_sampling="refuse") as played:
         for name in ("top_k", "max_tokens"):

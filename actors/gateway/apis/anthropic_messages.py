@@ -50,6 +50,17 @@ class _Message(Struct):
     content: str | list[dict[str, Any]]
 
 
+class _ToolUse(Struct):
+    name: str
+    id: str = ""
+    input: dict[str, Any] = {}
+
+
+class _ToolResult(Struct):
+    tool_use_id: str = ""
+    content: Any = None
+
+
 class _Tool(Struct):
     name: str
     input_schema: dict[str, Any] | None = None
@@ -106,24 +117,23 @@ def _messages(message: _Message) -> Iterator[Message]:
     if isinstance(blocks, str):
         yield {"role": message.role, "content": blocks}
         return
-    results = [block for block in blocks if block.get("type") == "tool_result"]
-    calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
+    results = [converted(b, _ToolResult, {}) for b in blocks if b.get("type") == "tool_result"]
+    uses = [converted(b, _ToolUse, {}) for b in blocks if b.get("type") == "tool_use"]
     apart = ("tool_result", "tool_use", *_THOUGHTS)
     said = [block for block in blocks if block.get("type") not in apart]
     for result in results:
-        content = only_text(result.get("content"), ("text",), "messages: tool_result: content")
-        called = result.get("tool_use_id", "")
-        yield {"role": "tool", "tool_call_id": called, "content": content}
-    if said or calls or not results:
+        content = only_text(result.content, ("text",), "messages: tool_result: content")
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
+    if said or uses or not results:
         content = only_text(said, ("text",), "messages: content")
-        called_by = {"tool_calls": calls} if calls else {}
+        called_by = {"tool_calls": [*map(_call, uses)]} if uses else {}
         yield {"role": message.role, "content": content, **called_by}
 
 
-def _call(block: Json) -> Json:
+def _call(use: _ToolUse) -> Json:
     # As text, in which a null is one that the policy wrote.
-    function = {"name": block.get("name"), "arguments": json_text(block.get("input") or {})}
-    return {"id": block.get("id", ""), "type": "function", "function": function}
+    function = {"name": use.name, "arguments": json_text(use.input)}
+    return {"id": use.id, "type": "function", "function": function}
 
 
 def _write(answer: Answer) -> Json:

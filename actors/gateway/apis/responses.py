@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import Struct
+
 from actors.gateway.apis.requests import (
     Answer,
     Api,
@@ -40,6 +42,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = {"developer": "system"}
+
+
+class _Call(Struct):
+    name: str
+    call_id: str = ""
+    arguments: str = "{}"
+
+
+class _Output(Struct):
+    call_id: str = ""
+    output: Any = None
 
 
 class _Body(Body):
@@ -112,12 +125,14 @@ def _message(item: Json) -> Message | None:
                 "content": only_text(item.get("content"), _TEXTS, "input: content"),
             }
         case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-            call = {"id": item.get("call_id", ""), "type": "function", "function": function}
+            made = converted(item, _Call, {})
+            function = {"name": made.name, "arguments": made.arguments}
+            call = {"id": made.call_id, "type": "function", "function": function}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
-            output = only_text(item.get("output"), _TEXTS, "input: output")
-            return {"role": "tool", "tool_call_id": item.get("call_id", ""), "content": output}
+            result = converted(item, _Output, {})
+            output = only_text(result.output, _TEXTS, "input: output")
+            return {"role": "tool", "tool_call_id": result.call_id, "content": output}
         case "reasoning":
             return None
         case kind:
