@@ -272,8 +272,12 @@ class Session:
         templates want them."""
         message = dict(self.renderer.parse(token_ids, tools))
         is_unread = message.pop("parse_error", None) is not None
-        self.num_invalid_turns += is_unread and not finish_reason.is_truncated
         calls = message.get("tool_calls") or ()
+        if not tools:
+            # Who offers none reads no calls: they are text.
+            said = self.renderer.decode(token_ids)
+            return {"role": "assistant", "content": said} if calls else message
+        self.num_invalid_turns += is_unread and not finish_reason.is_truncated
         named = [{"id": uuid.uuid4().hex[:9], **call} for call in calls]
         return {**message, "tool_calls": named} if named else message
 

@@ -89,7 +89,7 @@ class PlainRenderer:
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
         thoughts, _, said = text(token_ids).rstrip(";").rpartition("|")
         thinking = {"reasoning_content": thoughts} if thoughts else {}
-        if not tools or "(" not in said:
+        if "(" not in said:
             return {"role": "assistant", "content": said, **thinking}
         name, _, argument = said.partition("(")
         value = argument.rstrip(")")

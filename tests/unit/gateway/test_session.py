@@ -64,6 +64,15 @@ async def test_tool_calls_come_back_in_the_clients_form():
     assert [turn.num_tool_calls for turn in policy.record.segments[0].turns] == [1, 0]
 
 
+async def test_calls_are_text_where_no_tools_were_offered():
+    policy, _ = session("t|add(1);", "2;")
+    first = await policy.complete([QUESTION])
+    assert first.message == {"role": "assistant", "content": "t|add(1)"}
+    await policy.complete([QUESTION, first.message, QUESTION])
+    assert segments(policy) == ["u:q;>t|add(1);u:q;>2;"]
+    assert [turn.num_tool_calls for turn in policy.record.segments[0].turns] == [0, 0]
+
+
 async def test_results_have_the_names_of_their_tools_and_ids_that_templates_take():
     (policy, _), read = session("|add(1);", "done;"), []
     first = await policy.complete([QUESTION], TOOLS)
