@@ -1,5 +1,6 @@
 """What the generator's error says when vLLM does not start, or ends."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -16,7 +17,7 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, TransportError
 from streamrl.interfaces import Engine
 from streamrl.types import SamplingParams
-from tests.engines import make_model, run_config
+from tests.engines import make_model, run_config, update_to
 
 ONE = SamplingParams(max_new_tokens=1)
 
@@ -61,6 +62,24 @@ async def test_the_signal_that_ended_vllm_is_in_the_error(tmp_path):
     os.kill(core.pid, signal.SIGILL)
     with pytest.raises(TransportError, match="vLLM ended with SIGILL: "):
         await engine.generate([5], SamplingParams(max_new_tokens=200, ignore_eos=True))
+    await engine.close()
+
+
+async def test_a_vllm_that_ends_in_an_update_is_not_waited_for(tmp_path):
+    engine = await open_and_sample(config_of(tmp_path))
+    (core,) = engine._processes._processes
+    pause = engine._llm.pause_generation
+
+    async def pause_and_kill(**options: object) -> None:
+        await pause(**options)
+        os.kill(core.pid, signal.SIGKILL)
+
+    engine._llm.pause_generation = pause_and_kill
+    update = update_to(make_model(seed=1), 1, tmp_path / "one.safetensors")
+    for _ in range(2):
+        with pytest.raises(TransportError, match="vLLM ended with SIGKILL: "):
+            async with asyncio.timeout(30):
+                await engine.load_weights(update)
     await engine.close()
 
 

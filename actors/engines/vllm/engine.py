@@ -62,7 +62,14 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, RolloutError, TransportError
 from streamrl.interfaces import CompletionHandle
 from streamrl.placement.hosts import visible_alone
-from streamrl.types import Completion, FinishReason, Media, SamplingParams, WeightUpdate
+from streamrl.types import (
+    Completion,
+    FinishReason,
+    LoadReport,
+    Media,
+    SamplingParams,
+    WeightUpdate,
+)
 from streamrl.vision.parts import decode
 from streamrl.vision.patches import PatchReader
 from streamrl.vision.places import Placeholders
@@ -195,7 +202,7 @@ class VllmPrompt:
             )
 
 
-_AGAIN_S = 0.05
+_AGAIN_S, _CHECK_S = 0.05, 1.0
 # After it vLLM's processes are killed; they hold no state.
 _SHUTDOWN_S = 1.0
 
@@ -284,6 +291,24 @@ class VllmEngine(UpdatableEngine):
         await self._requests.cancel_all()
         await self._loader.close()
         await asyncio.to_thread(self._llm.shutdown, timeout=_SHUTDOWN_S)
+
+    async def load_weights(self, update: WeightUpdate) -> LoadReport:
+        """Also waits for vLLM's end, after which a call that it has not answered waits for good
+        (https://github.com/vllm-project/vllm/pull/56416).
+
+        Raises:
+            TransportError: vLLM has ended.
+        """
+        loading = asyncio.create_task(super().load_weights(update))
+        try:
+            while not (await asyncio.wait([loading], timeout=_CHECK_S))[0]:
+                await self._require_alive()
+            return loading.result()
+        except EngineDeadError as error:
+            raise await asyncio.to_thread(self._processes.death) from error
+        finally:
+            loading.cancel()
+            await asyncio.wait([loading])
 
     async def _receive(self, update: WeightUpdate) -> None:
         await self._loader.receive(update)
