@@ -343,6 +343,10 @@ async def test_the_key_may_stand_in_the_path():
         ({"max_completion_tokens": 0, "max_tokens": 9}, "max_tokens: was 0; it must be 1"),
         ({"messages": []}, "messages: is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role was 'robot'; allowed: system"),
+        (
+            {"messages": [QUESTION, {"role": "function", "name": "add", "content": "2"}]},
+            "role was 'function'; allowed: system",
+        ),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last one is the assistant's"),
         ({"extra_body": {"guided": 1}}, "unknown field `guided`"),
         ({"extra_body": {"messages": "x"}}, "Expected `array`, got `str`"),

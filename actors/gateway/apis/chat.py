@@ -45,7 +45,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": (),
     "safety_identifier": (),
 }
-_ROLES = {"developer": "system", "function": "tool"}
 
 
 class _Function(Struct):
@@ -100,7 +99,7 @@ def _read(body: Json, session: Session) -> ApiRequest:
 
 
 def _message(message: _Message) -> Message:
-    role = _ROLES.get(message.role, message.role)
+    role = "system" if message.role == "developer" else message.role
     if role not in ("system", "user", "assistant", "tool"):
         raise RequestError(f"messages: role was {role!r}; allowed: system, user, assistant, tool")
     content = only_text(message.content, ("text",), "messages: content")
