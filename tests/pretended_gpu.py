@@ -9,6 +9,7 @@ none.
 """
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 GPU = torch.device("cuda", 0)
+CAPABILITY = (9, 0)
 
 
 class WaitsForTheGpu(AssertionError):
@@ -23,6 +25,15 @@ class WaitsForTheGpu(AssertionError):
 
 
 class PretendedGpu(TorchFunctionMode):
+    def __enter__(self) -> Any:
+        self._patch = patch.object(torch.cuda, "get_device_capability", lambda _: CAPABILITY)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._patch.stop()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:
             return args[0].is_meta

@@ -1,10 +1,10 @@
 """Attention over packed trajectories: linear layers compute every token once and no padding.
 
-A packed forward pass has batch size 1 and N tokens of S trajectories. On a GPU in half precision
-a variable-length kernel attends within each trajectory: FlashAttention 3 or 4, which torch calls in
-place of its own, then flash-attn's (extra `flash`), then torch's. Elsewhere, and where a model caps
-its scores or has sinks, trajectories of similar length (within a factor of two) share one padded
-call.
+A packed forward pass has batch size 1 and N tokens of S trajectories. In half precision on a GPU
+of compute capability 8.0 or newer a variable-length kernel attends within each trajectory:
+FlashAttention 3 or 4, which torch calls in place of its own, then flash-attn's (extra `flash`),
+then torch's. Elsewhere, and where a model caps its scores or has sinks, trajectories of similar
+length (within a factor of two) share one padded call.
 
 Invariant: a token attends to tokens of its own trajectory only, itself and earlier ones; what a
 model asks for and this file does not compute is an error.
@@ -25,6 +25,7 @@ from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
     current_flash_attention_impl,
+    restore_flash_attention_impl,
     sdpa_kernel,
 )
 from torch.nn.functional import scaled_dot_product_attention
@@ -49,7 +50,7 @@ def use_flash_attention(wanted: FlashAttentionVersion, device: torch.device) -> 
     """Choose the variable-length kernel of this process for a GPU; on a CPU there is none.
 
     Raises:
-        ConfigError: the wanted version is not installed, or not for this device.
+        ConfigError: the wanted version is not installed, not for this device, or does not work.
     """
     if wanted == 2 or (wanted == "auto" and device.type != "cuda"):
         return
@@ -74,12 +75,44 @@ def _not_activated(version: int, device: torch.device) -> str | None:
     if (major := torch.cuda.get_device_capability(device)[0]) not in gpus:
         made_for = " and ".join(f"{gpu}.x" for gpu in gpus)
         return f"it is for compute capability {made_for}, the GPU has {major}.x"
+    if current_flash_attention_impl() == name:
+        return None
     try:
         activate_flash_attention_impl(name)
-    except (ImportError, OSError, RuntimeError) as error:
-        log.warning("FlashAttention %d is installed and does not load: %s", version, error)
-        return f"it does not load: {error}"
+        _require_same(device)
+    except Exception as error:
+        # Torch 2.13 cannot read the answer of flash-attn-4 4.0.0b36, and 2.11 refuses its gradient.
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+        log.warning("FlashAttention %d is installed and does not work: %s", version, error)
+        return f"it does not work: {error}"
     return None
+
+
+def _require_same(device: torch.device) -> None:
+    """Raise AssertionError, or what the kernel raises, unless it gives a few random tokens the
+    output and the gradients that the buckets do."""
+    packing, random = Packing((40, 3), device), torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"generator": random, "device": device, "dtype": torch.bfloat16}
+    query, key, value = (
+        torch.randn(packing.num_tokens, heads, 64, **options).requires_grad_()
+        for heads in (2, 1, 1)
+    )
+    for window in (None, 16):
+        found = []
+        for way in (_unpadded, _bucketed):
+            output = way(query, key, value, packing, Scores(window=window))
+            # Another weight for each number: where all are alike, scores have no gradient.
+            weights = torch.linspace(-1.0, 1.0, output.numel(), device=device).view(output.shape)
+            gradients = torch.autograd.grad((output * weights).sum(), (query, key, value))
+            found.append((output, *gradients))
+        torch.testing.assert_close(*found, rtol=5e-2, atol=5e-2)
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Whether variable-length kernels are made for it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 NAME = "streamrl_packed"
@@ -150,7 +183,7 @@ def packed_attention(
     _require_known(module, kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scores = Scores(scaling, attention_mask.window, softcap, s_aux)
-    is_half = query.is_cuda and query.dtype in HALF
+    is_half = query.dtype in HALF and _has_kernels(query.device)
     has_kernel = is_half and scores.are_plain and takes_width(q.shape[-1], v.shape[-1])
     attend = _unpadded if has_kernel else _bucketed
     return attend(q, k, v, packing, scores)[None], None
@@ -158,10 +191,9 @@ def packed_attention(
 
 def takes_width(of_keys: int, of_values: int) -> bool:
     """Whether the variable-length kernel takes heads so wide. FlashAttention 4 takes those between
-    128 and 256 on some GPUs alone."""
-    is_fourth = current_flash_attention_impl() == "FA4"
-    widths = (*range(8, 129, 8), 256) if is_fourth else range(8, 257, 8)
-    return of_keys == of_values and of_keys in widths
+    128 and 256 on some GPUs alone, and the others those between 192 and 256."""
+    highest = 128 if current_flash_attention_impl() == "FA4" else 192
+    return of_keys == of_values and of_keys in (*range(8, highest + 1, 8), 256)
 
 
 def _require_known(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
@@ -204,6 +236,9 @@ def _padded(
     """[B, Q, L, D] by torch's kernel."""
     longest = query.shape[2]
     is_windowed = scores.window is not None and scores.window < longest
+    if query.is_cuda:
+        # Else torch keeps all scores there: its kernel without them knows no groups of heads.
+        key, value = _for_each_query(query, key, value)
     return scaled_dot_product_attention(
         query,
         key,
@@ -219,9 +254,7 @@ def _scored(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """[B, Q, L, D] with all scores in memory, as transformers' eager attention has them."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    key, value = _for_each_query(query, key, value)
     scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     logits = (query @ key.transpose(2, 3) * scale).float()
     if scores.softcap is not None:
@@ -235,6 +268,12 @@ def _scored(
     if scores.sinks is not None:
         shares = shares[..., : key.shape[2]]
     return shares.to(value.dtype) @ value
+
+
+def _for_each_query(query: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Key and value [., H, ...] repeated, so that each query head of [., Q, ...] has its own."""
+    groups = query.shape[1] // tensors[0].shape[1]
+    return tensors if groups == 1 else tuple(t.repeat_interleave(groups, dim=1) for t in tensors)
 
 
 def _visible(longest: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -273,11 +312,10 @@ def _torch_attention(
 ) -> Any:
     from torch.nn.attention.varlen import varlen_attn
 
-    groups = query.shape[1] // key.shape[1]
     if _takes_grouped_heads():
         options["enable_gqa"] = True
-    elif groups > 1:
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    else:
+        key, value = _for_each_query(query, key, value)
     kernel: Any = varlen_attn
     # Else torch 2.15 takes cuDNN, also where another FlashAttention has been chosen.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

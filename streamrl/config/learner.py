@@ -301,7 +301,7 @@ class LearnerSettings(Section):
     """Use liger-kernel for norms, rotary positions and MLPs in layers that are not compiled. auto:
     on a GPU if it is installed and computes the same."""
     flash_attention: FlashAttentionVersion = "auto"
-    """FlashAttention version on a GPU. auto: 3 or 4 if it is installed and fits the GPU, otherwise
+    """FlashAttention version on a GPU. auto: 3 or 4 if it is installed and works there, otherwise
     2 from flash-attn or torch."""
     gradient_checkpointing: bool | Positive = False
     """Recompute activations in the backward pass, for less memory; n: those of every n-th layer."""

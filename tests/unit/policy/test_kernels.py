@@ -10,8 +10,9 @@ from torch.nn.attention import varlen
 
 from learners.batch.micro_batch import Packing
 from learners.policy import attention
-from learners.policy.attention import Scores, _bucketed
+from learners.policy.attention import LayerMask, Scores, _bucketed
 from streamrl.errors import ConfigError
+from tests.pretended_gpu import PretendedGpu
 
 LENGTHS = (5, 1, 12, 3)
 
@@ -88,6 +89,7 @@ def test_a_kernel_attends_as_the_buckets_do(kernel, window, scale):
         ((64, 64), None, True),
         ((256, 256), None, True),
         ((192, 192), "FA3", True),
+        ((224, 224), "FA3", False),
         ((192, 192), "FA4", False),
         ((256, 256), "FA4", True),
         ((512, 512), None, False),
@@ -123,6 +125,11 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What torch is told to call in place of its own kernel, on a GPU of capability 9.0."""
     names: list[str] = []
     monkeypatch.setattr(attention, "activate_flash_attention_impl", names.append)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", names.clear)
+    monkeypatch.setattr(
+        attention, "current_flash_attention_impl", lambda: names[-1] if names else None
+    )
+    monkeypatch.setattr(attention, "_require_same", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     return names
 
@@ -165,18 +172,77 @@ def test_a_version_that_is_asked_for_and_cannot_be_is_refused(
     assert not activated
 
 
-def test_a_version_that_does_not_load_is_passed_over_or_refused(activated, monkeypatch):
-    def activate(name: str) -> None:
-        if name == "FA3":
-            raise ImportError("libcudart.so.12")
-        activated.append(name)
+@pytest.mark.parametrize("fails", ["activate_flash_attention_impl", "_require_same"])
+def test_a_version_that_does_not_work_is_passed_over_or_refused(activated, monkeypatch, fails):
+    plain = getattr(attention, fails)
+
+    def failing(given: Any) -> None:
+        if given == "FA3" or activated == ["FA3"]:
+            raise ValueError("too many values to unpack (expected 2)")
+        plain(given)
 
     monkeypatch.setattr(attention, "is_installed", lambda _: True)
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(attention, fails, failing)
     attention.use_flash_attention("auto", CUDA)
     assert activated == ["FA4"]
-    with pytest.raises(ConfigError, match=r"was 3, and it does not load: libcudart\.so\.12; auto"):
+    activated.clear()
+    with pytest.raises(ConfigError, match=r"was 3, and it does not work: too many values .*; auto"):
         attention.use_flash_attention(3, CUDA)
+    assert not activated
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "output", "gradient"])
+def test_a_version_works_if_output_and_gradient_are_those_of_the_buckets(monkeypatch, wrong):
+    def attend(q: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        attended = _bucketed(q, *inputs)
+        if wrong == "gradient":
+            return _bucketed(q.detach(), *inputs) + 0 * q
+        return attended.neg() if wrong == "output" else attended
+
+    monkeypatch.setattr(attention, "_unpadded", attend)
+    if wrong == "nothing":
+        attention._require_same(torch.device("cpu"))
+        return
+    with pytest.raises(AssertionError, match="not close"):
+        attention._require_same(torch.device("cpu"))
+
+
+def attended_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> tuple[str, torch.Size]:
+    """Which kernel a pretended GPU is asked for, with keys of which shape."""
+    calls: list[tuple[str, torch.Size]] = []
+
+    def recorded(name: str) -> Any:
+        def attend(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            calls.append((name, key.shape))
+            return query
+
+        return attend
+
+    monkeypatch.setattr(attention, "_unpadded", recorded("variable-length"))
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", recorded("padded"))
+    attention._has_kernels.cache_clear()
+    with PretendedGpu():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        q, k = (torch.zeros(1, heads, 40, 64, device=CUDA, dtype=dtype) for heads in (4, 2))
+        given = {"packing": Packing((40,), CUDA)}
+        attention.packed_attention(torch.nn.Module(), q, k, k, LayerMask(None), **given)
+    attention._has_kernels.cache_clear()
+    [call] = calls
+    return call
+
+
+def test_gpus_without_variable_length_kernels_get_padded_rows(monkeypatch):
+    half = torch.float16
+    assert attended_on_a_gpu(monkeypatch, (8, 0), half)[0] == "variable-length"
+    assert attended_on_a_gpu(monkeypatch, (7, 5), half)[0] == "padded"
+
+
+def test_padded_rows_on_a_gpu_have_keys_for_each_query_head(monkeypatch):
+    """Torch's kernel that keeps no scores is for equal numbers of heads there."""
+    called = attended_on_a_gpu(monkeypatch, (9, 0), torch.float32)
+    assert called == ("padded", torch.Size([1, 4, 40, 64]))
 
 
 def test_torch_knows_the_versions_by_these_names():
