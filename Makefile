@@ -115,7 +115,7 @@ bench: $(VENV)/dev.stamp
 	@for bench in tests/benchmarks/bench_*.py; do PYTHONPATH=. $(BIN)/python $$bench || exit 1; done
 
 # On a machine with a GPU; ARGS="--small" on one without.
-gpu-report: $(VENV)/core.stamp
+gpu-report: $(VENV)/dev.stamp
 	@PYTHONPATH=. $(BIN)/python -m tests.benchmarks.gpu.report --docs docs/gpu.md $(ARGS)
 
 # Beside TRL, verl and TransferQueue, each installed from PyPI into .venv-peers/. An hour or two.

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def run_load(load: Load, device: str, deadline: float) -> None:
                 line["skipped"] = "no time left"
             elif case.needs_gpu and device == "cpu":
                 line["skipped"] = "needs a GPU"
+            elif "liger_layers" in (case.learner or {}) and find_spec("liger_kernel") is None:
+                line["skipped"] = "liger-kernel is not installed"
             else:
                 line |= measured(case, load, groups, Path(folder), device)
             if "step_s" in line:

@@ -3,9 +3,9 @@
     PYTHONPATH=. python tests/benchmarks/gpu/loop.py [--small] [--engine vllm|hf] [--limit-s 90]
 
 `streamrl launch` of a model with random weights (the shape of Qwen2.5-0.5B; `--small`: a tiny one,
-on a CPU with the HF engine), rewards by chance, the learner and the engine on one device, weights
-by CUDA IPC where they are on a GPU. From the run's own metrics: medians from the third step on. One
-JSON line; a run that fails says why. report.py runs it.
+on a CPU), rewards by chance, the learner and the engine on one device, weights by CUDA IPC where
+they are on a GPU. The engine is HF's on a CPU, and where vLLM is not installed. From the run's own
+metrics: medians from the third step on. One JSON line; a run that fails says why.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--limit-s", type=float, default=90.0)
     options = parser.parse_args()
-    engine = options.engine or ("hf" if options.small else "vllm")
+    has_vllm = not options.small and find_spec("vllm") is not None
+    engine = options.engine or ("vllm" if has_vllm else "hf")
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         write(folder, engine, options)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = "tests/benchmarks"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 RESERVE_S = 5.0
+END_S = 4.0
 
 Line = dict[str, Any]
 
@@ -153,7 +155,8 @@ def run(stage: Stage, folder: Path, deadline: float, *, small: bool) -> Outcome:
         process = subprocess.Popen(
             [sys.executable, *(stage.small if small else stage.command)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            # What a stage has printed counts, also if it is ended.
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -161,8 +164,7 @@ def run(stage: Stage, folder: Path, deadline: float, *, small: bool) -> Outcome:
         try:
             code: int | None = process.wait(left)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
             code = None
     text = log.read_text(errors="replace")
     lines = list(json_lines(text))
@@ -173,6 +175,16 @@ def run(stage: Stage, folder: Path, deadline: float, *, small: bool) -> Outcome:
     return Outcome(stage, code in (0, 5) and not failed, round(seconds, 1), said, lines)
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Waits END_S at most for what it says at its end: pytest names the tests that failed."""
+    os.killpg(process.pid, signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def json_lines(text: str) -> Iterator[Line]:
     for line in text.splitlines():
         if line.startswith('{"benchmark"'):
@@ -181,10 +193,11 @@ def json_lines(text: str) -> Iterator[Line]:
 
 def reason(stage: Stage, code: int | None, text: str, limit_s: float) -> str:
     last = (text.strip().splitlines() or [""])[-1].strip("= ")
-    if code is None:
-        return f"ended after {limit_s:.0f} s"
+    ended = f"ended after {limit_s:.0f} s" if code is None else ""
     if stage.name == "tests":
-        return last
+        return f"{ended}: {last}" if ended else last
+    if ended:
+        return ended
     return "" if code == 0 else f"exit code {code}: {last[:200]}"
 
 

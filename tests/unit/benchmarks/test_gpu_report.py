@@ -35,16 +35,18 @@ def test_a_loop_and_a_run_that_learns_are_measured(tmp_path: Path, capsys):
     assert len(learning["rewards"].split()) == 11
 
 
+LINE = 'print(\'{"benchmark": "b", "case": "a|b", "seconds": 12345.6}\')'
+
+
 def stage(name: str, code: str, limit_s: float = 20.0) -> Stage:
     return Stage(name, limit_s, ("-c", code), (), ("case", "seconds"))
 
 
 def test_a_stage_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monkeypatch, capsys):
-    line = 'print(\'{"benchmark": "b", "case": "a|b", "seconds": 12345.6}\')'
     stages = (
-        stage("dies", f"{line}; raise SystemExit('no memory')"),
+        stage("dies", f"{LINE}; raise SystemExit('no memory')"),
         stage("hangs", "import time; time.sleep(60)", 0.5),
-        stage("works", line),
+        stage("works", LINE),
     )
     monkeypatch.setattr(report, "STAGES", stages)
     monkeypatch.setattr(report, "machine", lambda: ABOUT)
@@ -61,6 +63,23 @@ def test_a_stage_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, mon
     assert text.endswith("after\n")
     assert "old" not in text
     assert text.count("| a/b | 12,346 |") == 2
+
+
+def test_a_stage_that_is_ended_has_said_what_it_knows(tmp_path: Path, monkeypatch, capsys):
+    code = f"""{LINE}
+import time
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("== 3 failed, 40 passed ==")
+"""
+    # Python takes a while to begin.
+    monkeypatch.setattr(report, "STAGES", (stage("tests", code, 5.0),))
+    monkeypatch.setattr(report, "machine", lambda: ABOUT)
+    assert report.main(["--only", "tests", "--folder", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "report.json").read_text())["stages"]["tests"]
+    assert found["said"] == "ended after 5 s: 3 failed, 40 passed"
+    assert [line["case"] for line in found["lines"]] == ["a|b"]
 
 
 ABOUT = {"gpu": "H200", "torch": "2.13.0", "commit": "0123456", "date": "2026-11-28"}
