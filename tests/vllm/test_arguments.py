@@ -1,8 +1,13 @@
 """The typed settings of `generator.vllm` reach vLLM's own arguments."""
 
+import os
+from types import SimpleNamespace
+
+import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from actors.engines.model import ModelFacts
+from actors.engines.vllm import arguments as vllm_arguments
 from actors.engines.vllm.arguments import engine_arguments
 from streamrl.config import RunConfig
 from streamrl.config.generator import VllmSettings
@@ -54,3 +59,19 @@ def test_a_float32_head_stands_beside_overrides_of_ones_own():
     facts = ModelFacts(shapes={}, eos=frozenset([1]), vocab_size=64, head_width=64)
     arguments = engine_arguments(config, facts, seed=3)
     assert arguments.hf_overrides == {"head_dtype": "float32", "rope_theta": 1e5}
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "spawn"), ("fork", "fork")])
+def test_on_a_gpu_its_processes_do_not_inherit_what_this_one_knows_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+):
+    name = "VLLM_WORKER_MULTIPROC_METHOD"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(vllm_arguments, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    config = RunConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"source": "copy"}, "generator": {"engine": "vllm"}}
+    )
+    engine_arguments(config, ModelFacts({}, eos=frozenset([1]), vocab_size=64), seed=3)
+    assert os.environ[name] == expected

@@ -28,6 +28,7 @@ _CPU_KV_CACHE_BYTES = 512 * 2**20
 # Each report wakes a task of the event loop.
 _REPORT_EVERY_TOKENS = 32
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 # By its name `uni` vLLM replaces it on CPUs, where it would have to bind threads to cores.
 IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _FIXED: dict[str, Any] = {
@@ -56,6 +57,10 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
             # In a process of its own, scheduler or worker spins while it waits for the other's
             # step, and on a machine of few cores nothing else runs for seconds.
             chosen = {"distributed_executor_backend": IN_ONE_PROCESS} | chosen
+    else:
+        # As `vllm serve` does: once anybody here, a reward's module maybe, has asked torch whether
+        # there is a GPU, a forked process gets none, and vLLM looks for less than that.
+        os.environ.setdefault(_START_METHOD, "spawn")
     try:
         return AsyncEngineArgs(
             **chosen,
