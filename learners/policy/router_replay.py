@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from learners.batch.micro_batch import MicroBatch
 from learners.parallel.ranks import Ranks
 from streamrl.algorithms.routing import choosing, layer_of, num_experts_of, routers
+from streamrl.algorithms.sequences import to_device
 from streamrl.config.algorithm.settings import RouterReplay
 from streamrl.errors import ConfigError
 
@@ -140,7 +141,7 @@ class RouterRecords:
                 f"{own[1]} of {self._num_experts} in each of {own[0]}: start every daemon of a run "
                 "with one configuration"
             )
-        return torch.from_numpy(experts.experts()).to(micro_batch.token_ids.device)
+        return to_device(torch.from_numpy(experts.experts()), micro_batch.token_ids.device)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Of the passes with gradient since the last call, on all ranks; none if no token had a

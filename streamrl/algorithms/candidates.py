@@ -57,7 +57,10 @@ class Candidates:
         return replace(self._at(chosen), owners=self.owners[chosen] - first, num_rows=last - first)
 
     def entries(self, first: int, last: int) -> slice:
-        """The slice of M that belongs to the rows [first, last)."""
+        """The slice of M that belongs to the rows [first, last); waits for a GPU unless these are
+        all rows."""
+        if (first, last) == (0, self.num_rows):
+            return slice(0, len(self.owners))
         bounds = torch.tensor([first, last], device=self.owners.device)
         return slice(*torch.searchsorted(self.owners, bounds).tolist())
 

@@ -1,7 +1,9 @@
 """Within a micro-batch the host never waits for a GPU, so that it has the next work ready."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,12 +14,15 @@ from learners.optimizer import LossScale
 from learners.parallel.ranks import Ranks
 from learners.policy.network import Network
 from learners.policy.policy import Policy
+from learners.policy.router_replay import RouterRecords
 from learners.policy.sharding import compute_in
+from streamrl.algorithms.candidates import Candidates, candidate_logprobs
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
 from streamrl.algorithms.rollout_is import rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.algorithm.losses import LOSS_SETTINGS
 from streamrl.config.algorithm.rollout_is import ROLLOUT_IS_PRESETS
+from streamrl.types import RoutedExperts
 from tests.model_families import make_model
 from tests.pretended_gpu import GPU, NeverWaits, PretendedGpu, WaitsForTheGpu
 from tests.settings import LossConfig
@@ -92,6 +97,33 @@ def test_the_rows_of_padded_attention_make_the_host_wait_nowhere() -> None:
         packing = Packing((3, 40, 5), GPU)
         found = (packing.order, *packing.buckets[0], *packing.unpadded_buckets[0])
     assert all(tensor.is_meta for tensor in found)
+
+
+def test_the_candidates_of_all_rows_make_the_host_wait_nowhere() -> None:
+    with PretendedGpu(), NeverWaits():
+        ids = torch.zeros(6, dtype=torch.int64, device=GPU)
+        candidates = Candidates(ids, ids, 3)
+        hidden, head = torch.zeros(3, 4, device=GPU), torch.zeros(8, 4, device=GPU)
+        own = candidates.rows(0, 3)
+        column = candidate_logprobs(hidden, head, ids[:3], hidden[:, 0], own)
+    assert column.shape == (6,)
+    with PretendedGpu(), pytest.raises((RuntimeError, NotImplementedError, WaitsForTheGpu)):
+        candidates.rows(1, 3)
+
+
+def test_recorded_experts_make_the_host_wait_nowhere() -> None:
+    records = RouterRecords(make_model("Qwen3-MoE"), "replay")
+    config = make_model("Qwen3-MoE").config
+    sizes = config.num_hidden_layers, config.num_experts_per_tok
+    rows = np.zeros((4, *sizes), np.int16)
+    with PretendedGpu():
+        (micro_batch,) = make_batch(num_groups=1, group_size=1).pack(100, GPU)
+        num_tokens = micro_batch.packing.num_tokens
+        recorded = RoutedExperts.of(rows[: num_tokens - 1], num_tokens)
+        with NeverWaits():
+            found = records.of(replace(micro_batch, routed_experts=recorded))
+    assert found is not None
+    assert found.is_meta
 
 
 def test_what_makes_it_wait_is_seen() -> None:
