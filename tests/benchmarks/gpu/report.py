@@ -62,7 +62,7 @@ STAGES = (
     ),
     Stage(
         "logprobs",
-        40,
+        80,
         (f"{BENCHMARKS}/bench_logprobs.py",),
         (f"{BENCHMARKS}/bench_logprobs.py", "--tokens", "16", "--vocabulary", "4096"),
         (
@@ -72,7 +72,7 @@ STAGES = (
     ),
     Stage(
         "weights",
-        50,
+        60,
         (
             f"{BENCHMARKS}/bench_weights.py",
             *("--sizes", "1000", "--receivers", "1", "--cases", "shared", "gpu"),
