@@ -51,6 +51,10 @@ def test_kernels_attend_as_the_buckets_do(is_flash, window, monkeypatch) -> None
     torch.testing.assert_close(ours, plain, atol=5e-2, rtol=5e-2)
 
 
+def test_torchs_own_kernel_passes_the_trial_of_those_in_its_place() -> None:
+    attention._require_same(CUDA)
+
+
 def test_logprobs_in_bfloat16_are_near_those_of_float32() -> None:
     (micro_batch,) = make_batch().pack(10_000, CUDA)
     exact = Network(make_llama().to(CUDA), temperature=1.0)(micro_batch)

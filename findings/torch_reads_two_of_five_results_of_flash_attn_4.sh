@@ -1,0 +1,74 @@
+#!/bin/sh
+# torch.nn.attention.activate_flash_attention_impl("FA4") has torch call flash-attn-4 in place of its own
+# kernel. Torch 2.13 reads two results of `_flash_attn_fwd`, and that of flash-attn-4 4.0.0b36, the newest
+# in November 2026, returns five: the activation succeeds, and on a GPU each call of attention ends with
+# "ValueError: too many values to unpack (expected 2)". Torch 2.14 leaves the rest. Torch 2.11 also refuses
+# the gradient of varlen_attn, whose windows of -1, for none, it takes for windows.
+#
+# SGLang 0.5.23 requires flash-attn-4, so that it is often there. Read from the sources, since the kernel
+# needs a GPU.
+#
+# Seen with Python 3.11.7 on Linux x86_64:
+#   flash-attn-4 4.0.0b36: _flash_attn_fwd returns 5 results
+#   torch 2.13.0: reads 2 results, and no more
+#   torch 2.14.1: reads 2 results, and leaves the rest
+# Exit code 1 if a version behaves otherwise than written here.
+set -eu
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python3 -m venv "$folder/venv"
+fetch() {
+    "$folder/venv/bin/pip" download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+        --python-version 3.12 --platform macosx_14_0_arm64 --dest "$folder" "$1"
+}
+fetch flash-attn-4==4.0.0b36
+# The smallest of torch's files; what is written in Python is the same in all.
+fetch torch==2.13.0
+fetch torch==2.14.1
+cat > "$folder/look.py" <<'PYTHON'
+import ast
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+KERNEL = "_flash_attn_fwd"
+
+
+def tree(wheel, member):
+    [path] = Path(sys.argv[1]).glob(wheel)
+    return ast.parse(ZipFile(path).read(member))
+
+
+def returned():
+    functions = ast.walk(tree("flash_attn_4-*.whl", "flash_attn/cute/interface.py"))
+    [kernel] = [f for f in functions if isinstance(f, ast.FunctionDef) and f.name == KERNEL]
+    results = [r.value for r in ast.walk(kernel) if isinstance(r, ast.Return)]
+    return {len(value.elts) for value in results if isinstance(value, ast.Tuple)}
+
+
+def read(version):
+    for node in ast.walk(tree(f"torch-{version}-*.whl", "torch/nn/attention/_fa4.py")):
+        if isinstance(node, ast.Assign) and KERNEL in ast.unparse(node.value):
+            names = node.targets[0].elts
+            leaves_rest = any(isinstance(name, ast.Starred) for name in names)
+            return len(names) - leaves_rest, leaves_rest
+    raise SystemExit(f"torch {version} does not call {KERNEL}")
+
+
+[count] = returned()
+lines = [f"flash-attn-4 4.0.0b36: {KERNEL} returns {count} results"]
+for version in ("2.13.0", "2.14.1"):
+    number, leaves_rest = read(version)
+    rest = "leaves the rest" if leaves_rest else "no more"
+    lines.append(f"torch {version}: reads {number} results, and {rest}")
+print("\n".join(lines))
+sys.exit(
+    lines
+    != [
+        "flash-attn-4 4.0.0b36: _flash_attn_fwd returns 5 results",
+        "torch 2.13.0: reads 2 results, and no more",
+        "torch 2.14.1: reads 2 results, and leaves the rest",
+    ]
+)
+PYTHON
+"$folder/venv/bin/python" "$folder/look.py" "$folder"
