@@ -6,12 +6,13 @@ Only k2 has the gradient of the KL; a trailing + keeps the value of a kind and t
 k2. Kind `full` is `full_kl`, the exact sum over the vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from streamrl.algorithms.logprobs import PLAIN_LOGITS, LogitTransform
+from streamrl.algorithms.logprobs import PLAIN_LOGITS, LogitTransform, whole_logits
 from streamrl.config.algorithm.settings import KL_ESTIMATORS, KlRewardSettings
 from streamrl.errors import did_you_mean
 
@@ -105,17 +106,15 @@ def full_kl(
     """
 
     def of_rows(mine: Tensor, theirs: Tensor) -> Tensor:
-        logits = transform(linear(mine, weight, bias).float())
         return kl_of_logits(
-            logits, transform(linear(theirs, reference_weight, reference_bias).float())
+            whole_logits(mine, weight, bias, transform),
+            whole_logits(theirs, reference_weight, reference_bias, transform),
         )
 
     rows = max(1, _CHUNK_ELEMENTS // max(len(weight), 1))
     chunks = zip(hidden.split(rows), reference_hidden.detach().split(rows), strict=True)
-    parts = [
-        checkpoint(of_rows, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in chunks
-    ]
+    options: dict[str, Any] = {"preserve_rng_state": False, "determinism_check": "none"}
+    parts = [checkpoint(of_rows, *chunk, use_reentrant=False, **options) for chunk in chunks]
     return torch.cat(parts)
 
 

@@ -201,6 +201,33 @@ def logit_blocks(
         yield block, transform.apply_(logits if bias is None else logits.add_(bias[block]))
 
 
+def whole_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
+) -> Tensor:
+    """Logits [R, V] of the whole vocabulary, at least float32, with gradient."""
+    logits: Tensor = _Logits.apply(hidden, weight)  # type: ignore[no-untyped-call]
+    return transform(logits if bias is None else logits + bias)
+
+
+class _Logits(torch.autograd.Function):
+    """hidden @ weight.T, as `logit_blocks` computes it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return _product(hidden, weight.to(hidden.dtype).T)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient.to(hidden.dtype)
+        of_hidden, of_weight = ctx.needs_input_grad
+        return (
+            gradient @ weight.to(hidden.dtype) if of_hidden else None,
+            (gradient.T @ hidden).to(weight.dtype) if of_weight else None,
+        )
+
+
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, at least float32."""
     if left.is_cuda and left.dtype != _wide(left):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from streamrl.algorithms import logprobs
 from streamrl.algorithms.kl import (
     KlCoefficient,
     full_kl,
@@ -76,6 +77,29 @@ def test_the_exact_kl_from_hidden_states_never_holds_all_logits(
             torch.autograd.grad(kl.sum(), leaf, retain_graph=True) for kl in (chunked, whole)
         )
         torch.testing.assert_close(ours, theirs)
+
+
+def test_logits_of_the_exact_kl_are_not_rounded_where_those_of_log_probabilities_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU; in bfloat16 the rounding of the logits would be twice the KL."""
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left.to(logprobs._wide(left)) @ right.to(logprobs._wide(right))
+
+    monkeypatch.setattr(logprobs, "_product", product)
+    torch.manual_seed(0)
+    weight = (0.02 * torch.randn(4000, 256)).bfloat16()
+    hidden = (15.0 * torch.randn(8, 256)).bfloat16()
+    reference = (hidden + 0.15 * torch.randn(8, 256)).bfloat16()
+    hidden.requires_grad_()
+    exact_hidden = hidden.detach().double().requires_grad_()
+    found = full_kl(hidden, weight, reference, weight)
+    exact = full_kl(exact_hidden, weight.double(), reference.double(), weight.double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=0.0)
+    (ours,) = torch.autograd.grad(found.sum(), hidden)
+    (theirs,) = torch.autograd.grad(exact.sum(), exact_hidden)
+    assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
 
 
 def test_a_reference_has_no_gradient_of_the_exact_kl() -> None:
