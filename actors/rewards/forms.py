@@ -249,11 +249,15 @@ def _prompt(episode: Episode) -> str | list[dict[str, Any]]:
 
 
 def _completion(episode: Episode) -> str | list[dict[str, Any]]:
-    """The completion: text after a text prompt; after messages, the messages that followed."""
+    """The completion: text after a text prompt; after messages, the messages that followed. The
+    content of an answer at their end has its thoughts, where rewards of a format look for them."""
     content = episode.prompt.content
     if isinstance(content, str):
         return episode.response
-    return conversation(episode)[len(content) :]
+    messages = conversation(episode)[len(content) :]
+    if messages and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls"):
+        messages[-1] = {"role": "assistant", "content": episode.response}
+    return messages
 
 
 OWN = Form(lambda episodes, _: ((episodes[0],), {}), takes_group=False)

@@ -85,19 +85,34 @@ async def test_trls_function_gets_columns_as_lists(tmp_path):
     assert [s.reward for s in await reward.score(episodes)] == [1.0, 0.0]
 
 
+ASKED = {"role": "user", "content": "hi"}
+
+
 def chat(task: str, *messages: dict[str, str]) -> Episode:
-    prompt = Prompt(({"role": "user", "content": "hi"},), "", {"task": task})
+    prompt = Prompt((ASKED,), "", {"task": task})
     found = Episode(prompt, "abc", 2, FinishReason.STOP, response_token_ids=(1, 2))
     return dataclasses.replace(found, messages=messages)
 
 
 async def test_trls_completions_are_messages_after_messages_and_none_is_not_applicable(tmp_path):
     reward = made(tmp_path, TRL_CHAT, "reward_func")
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "four"}]
-    scores = await reward.score([chat("math"), chat("math", *turns)])
+    call = {"function": {"name": "add", "arguments": {}}}
+    turn = {"role": "assistant", "content": "four", "tool_calls": [call]}
+    scores = await reward.score([chat("math"), chat("math", ASKED, turn)])
     assert [s.reward for s in scores] == [3.0, 4.0]
     with pytest.raises(RolloutError, match="reward reward_func applies to no episode"):
         await reward.score([chat("code")])
+
+
+async def test_trls_completions_have_the_thoughts_that_a_reward_of_the_format_looks_for(tmp_path):
+    text = """
+def think_format(completions, **kwargs):
+    return [float(c[0]["content"].startswith("<think>")) for c in completions]
+"""
+    parsed = {"role": "assistant", "content": "four", "reasoning_content": "2 + 2"}
+    thought = dataclasses.replace(chat("math", ASKED, parsed), response="<think>2 + 2</think>four")
+    (score,) = await made(tmp_path, text, "think_format").score([thought])
+    assert score.reward == 1.0
 
 
 async def test_none_of_one_reward_leaves_the_others(tmp_path):
