@@ -42,9 +42,10 @@ from actors.rendering.chat_template import PROBED_TOOL, ChatTemplate, opened_thi
 from streamrl.errors import ConfigError, did_you_mean
 from streamrl.interfaces import Message, ToolSchema
 
+# Gemma 4, Magistral and Ministral, and Seed-OSS have their own.
 _THINKING = {
-    "open": ["<think>", "<|channel>thought\n"],
-    "close": ["</think>", "<channel|>"],
+    "open": ["<think>", "<|channel>thought\n", "[THINK]", "<seed:think>"],
+    "close": ["</think>", "<channel|>", "[/THINK]", "</seed:think>"],
     "repeats": True,
     "join": "\n",
 }
@@ -180,7 +181,7 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_coder": _tagged(
         r"<(?:seed:)?tool_call>\s*<function=(?P<name>[^>\n]+)>",
         r"</function>\s*</(?:seed:)?tool_call>",
-        r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+        r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>|\Z)",
     ),
     "glm": _tagged(
         r"<tool_call>\s*(?P<name>[^<{\s]+)",
@@ -190,9 +191,10 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": _tagged(
         rf"(?:<(?:minimax:tool_call|{_DSML}function_calls)>\s*)?"
         rf"<(?:{_DSML})?invoke name=\"(?P<name>[^\"]+)\">",
-        rf"</(?:{_DSML})?invoke>(?:\s*</(?:minimax:tool_call|{_DSML}function_calls)>)?",
+        rf"(?:</(?:{_DSML})?parameter>|\G)\s*</(?:{_DSML})?invoke>"
+        rf"(?:\s*</(?:minimax:tool_call|{_DSML}function_calls)>)?",
         rf"<(?:{_DSML})?parameter name=\"(?P<key>[^\"]+)\"(?: string=\"(?P<is_text>\w+)\")?>"
-        rf"(?P<value>.*?)</(?:{_DSML})?parameter>",
+        rf"(?P<value>.*?)(?:</(?:{_DSML})?parameter>|\Z)",
     ),
     "llama3": _template(
         {
@@ -219,9 +221,9 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
         close_pattern=r"(?:\n```)?<.tool▁call▁end.>(?:\s*<.tool▁calls▁end.>)?",
     ),
     "kimi_k2": _named(
-        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>(?:functions\.)?"
+        r"(?:<\|tool_calls?_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?"
         r"(?P<name>[^<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-        close_pattern=r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
+        close_pattern=r"<\|tool_call_end\|>(?:\s*<\|tool_calls?_section_end\|>)?",
     ),
     "gemma4": _named(
         r"<\|tool_call>call:(?P<name>[^{]+)(?=\{)",

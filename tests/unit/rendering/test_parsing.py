@@ -122,6 +122,19 @@ class TestConventions:
         message = parse(make(THINKS), "Hm.\n</think>\n\nFour.<|im_end|>")
         assert message == {"role": "assistant", "content": "Four.", "reasoning_content": "Hm."}
 
+    @pytest.mark.parametrize(
+        ("family", "begin", "end"),
+        [
+            ("mistral_v11", "[THINK]", "[/THINK]"),
+            ("qwen3_coder", "<seed:think>", "</seed:think>"),
+        ],
+    )
+    def test_reasoning_has_marks_of_the_family(self, family: str, begin: str, end: str) -> None:
+        renderer = make(TEMPLATES[family])
+        message = parse(renderer, f"{begin}Hm.{end}Four.")
+        assert message == {"role": "assistant", "content": "Four.", "reasoning_content": "Hm."}
+        assert parse(renderer, f"{begin}Three?")["content"] == ""
+
     def test_a_call_that_the_reasoning_mentions_is_none(self) -> None:
         message = parse(make(THINKS), "<tool_call>? No.\n</think>\nFour.")
         assert "tool_calls" not in message
@@ -133,6 +146,15 @@ class TestConventions:
             "</parameter>\n</function>\n</tool_call>"
         )
         assert parse(make(CODER), text)["tool_calls"] == [call("add", a=7, b="7")]
+
+    def test_a_parameter_without_an_end_ends_with_its_call(self) -> None:
+        text = "<tool_call><function=add><parameter=a>\n7\n</function></tool_call>"
+        assert parse(make(CODER), text)["tool_calls"] == [call("add", a=7)]
+
+    def test_an_argument_of_minimax_may_hold_what_ends_a_call(self) -> None:
+        text = '<invoke name="add"><parameter name="b"></invoke></parameter>\n</invoke>'
+        message = parse(make(TEMPLATES["minimax_m2"]), text)
+        assert (message["content"], message["tool_calls"]) == ("", [call("add", b="</invoke>")])
 
     @pytest.mark.parametrize("tag", ["", "<|python_tag|>"])
     def test_llama(self, tag: str) -> None:
@@ -165,6 +187,11 @@ class TestConventions:
                 "deepseek",
                 "Yes.<|tool▁calls▁begin|><|tool▁call▁begin|>add<|tool▁sep|>"
                 '{"a": 1}<|tool▁call▁end|><|tool▁calls▁end|>',
+            ),
+            (
+                "kimi_k2",
+                "Yes.<|tool_call_section_begin|><|tool_call_begin|> functions.add:0"
+                '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_call_section_end|>',
             ),
             (
                 "kimi_k2",
