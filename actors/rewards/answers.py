@@ -1,8 +1,8 @@
 """What a response answers, and the number that a text is.
 
-A response marks its answer by a box (`\\boxed{...}`, MATH), by a line behind "####" (GSM8K, arXiv
-2110.14168) or by an element `<answer>`; of several, the last counts. A heading of Markdown is no
-mark, and what a policy writes while it thinks is no answer.
+A response marks its answer by a box (`\\boxed{...}` or `\\fbox{...}`, MATH), by a line behind
+"####" (GSM8K, arXiv 2110.14168) or by an element `<answer>`; of several, the last counts. A heading
+of Markdown is no mark, and what a policy writes while it thinks is no answer.
 
 Invariant: one reader of numbers serves every reward, tool and validation. A number is exact, and
 its sign, thousands, fraction and exponent are read however they are written, or it is no number.
@@ -21,23 +21,34 @@ from actors.rewards.units import Quantity, quantity, unit_of
 from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
-_MARKS = re.compile(r"\\f?boxed\s*\{|(?<!#)####(?!#)|<answer>")
-_BRACES = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
+_MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!#)####(?!#)|<answer>")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _STATES = re.compile(
     # An option or a choice with its letter alone: the correct one may be the one that is explained.
     r"\b(?:answer|(?:correct|right) (?:option|choice)(?=[\s*]*(?:is|:)[\s*:(]*[A-Ja-j]\b))\b[\s*]*"
     r"(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut(?:\s+rather)?\b)?[\s*]*:?|:)",
     re.IGNORECASE,
 )
-# Behind an answer: of many spaces, from the first one on.
-_REASON = re.compile(r"(?<![\s,])[\s,]\s*(?:because|since)\b.*", re.DOTALL | re.IGNORECASE)
+# Behind an answer: of many spaces, from the first one on; the end that Minerva's prompt asks for
+# (arXiv 2206.14858).
+_REASON = re.compile(
+    r"(?<![\s,])[\s,]\s*(?:because\b|since\b|I hope (?:it is|this is|it's) correct\b).*",
+    re.DOTALL | re.IGNORECASE,
+)
 _TAKEN_BACK = re.compile(
     r"\b(?:actually|correction|final|hmm|instead|meant?|oops|sorry|wait)\b|\bno,", re.IGNORECASE
 )
 # Behind "####"; other lines are headings, where text follows them.
 _SIGNS_OF_MINUS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"
 _DASHES = "\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
-_NUMBER_FIRST = re.compile(rf"(?!\**\d+[.)]\s+\S)\**[-{_SIGNS_OF_MINUS}{_DASHES}+$€£(\\.\d]")
+_CURRENCIES = "€£¥₹₩"
+# "$" stays, which is a unit.
+_CURRENCY = re.compile(
+    rf"(?:[{_CURRENCIES}]|\bRs\b\.?)\s?(?=[-+.\d])|(?<=\d)\s?[{_CURRENCIES}](?!\s?\d)"
+)
+_NUMBER_FIRST = re.compile(
+    rf"(?!\**\d+[.)]\s+\S)\**[-{_SIGNS_OF_MINUS}{_DASHES}+${_CURRENCIES}(\\.\d]"
+)
 _MINUS = dict.fromkeys(map(ord, _SIGNS_OF_MINUS), "-")
 # Between numbers one is a range, and between spaces punctuation.
 _DASH = re.compile(rf"(?<!\d)[{_DASHES}](?! )")
@@ -63,6 +74,14 @@ _IN_TEXT = r"(?:\\text\{\s*)?"
 # Of what people write in formulas, by what math-verify reads.
 _COMMANDS = (
     (re.compile(r"\\(?:degree|textdegree)(?![a-zA-Z])"), r"^\\circ "),
+    # An angle, of which math-verify would take the sine of as many radians.
+    (
+        re.compile(
+            r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?\s*(?:\\left)?[({]?\s*)"
+            r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?"
+        ),
+        r"\1\\frac{\2\\pi}{180}",
+    ),
     (re.compile(r"\\langle(?![a-zA-Z])"), "("),
     (re.compile(r"\\rangle(?![a-zA-Z])"), ")"),
     # Of a set of numbers, the inequality that they meet.
@@ -92,6 +111,8 @@ _INTERVAL = re.compile(r"([\[\](])([^\[\](),;]{1,60})[,;]([^\[\](),;]{1,60})([\[
 # What stands between thousands, beside a comma: a space of the keyboard may stand between numbers.
 _THIN = r"\\[,;: ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{_THIN})(?=\d{{3}}(?!\d))")
+# Of MATH: 11,\! 111.
+_CLOSER = re.compile(r"\\!(?:\s*(?=\d))?")
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
 # Digits behind one are a factor.
@@ -109,7 +130,7 @@ _WHOLE = rf"{_COMMAS}|\d+"
 _DIGITS = rf"(?:{_WHOLE})(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     # A sign behind a word, a number or a bracket subtracts.
-    r"(?:(?<![\w)\]}.])(?P<sign>[-+])\s?)?(?P<currency>[$€£]\s?)?(?P<inner>(?<=[$€£])[-+])?"
+    r"(?:(?<![\w)\]}.])(?P<sign>[-+])\s?)?(?P<currency>\$\s?)?(?P<inner>(?<=\$)[-+])?"
     rf"(?:(?P<whole>{_WHOLE}) (?=\d+\s?/))?"
     rf"(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d+)(?!\w))?"
     rf"(?:\s?/\s?(?P<denominator>{_DIGITS})(?![\d/]))?"
@@ -135,16 +156,18 @@ _NO_CHOICE = re.compile(
 )
 _LETTER = re.compile(r"\A\(?([a-zA-Z])\)\Z")
 _TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf|tt)|mbox|boldsymbol|bm)\s*\{([^{}\\]*)\}"
+    r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf|tt)|mbox|boldsymbol|bm|underline)\s*\{([^{}\\]*)\}"
 )
 _TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
 _TIME = re.compile(r"0?(\d{1,2})(:\d\d)? ?([ap])\.? ?m")
 _ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
+# The full stop of St. Louis.
+_ABBREVIATED = re.compile(r"(?<=[^\W\d_])\.(?= )")
 # Behind an answer, and no part of what is spaced in LaTeX.
 _STOP = re.compile(r"(?<!\\)[.,;]\Z")
 # What says nothing of a value, in front of it.
 _LEADING = re.compile(
-    r"\A(?:\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴"
+    r"\A(?:\\(?:text)?color\s*\{[^{}]*\}|\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴"
     r"|(?:[Oo]ption|[Cc]hoice) (?=\(?[A-J]\)?\Z))\s*"
 )
 # With a word of three letters: fewer may be a product.
@@ -286,7 +309,7 @@ def _ends_of_braces(text: str, start: int) -> dict[int, int]:
     begun: list[int] = []
     ends = {}
     for found in _BRACES.finditer(text, start):
-        if found[0] == "{" or found[0].startswith(("\\boxed", "\\fboxed")):
+        if found[0] == "{" or found[0].startswith(("\\boxed", "\\fbox")):
             begun.append(found.end())
         elif found[0] == "}" and begun:
             ends[begun.pop()] = found.start()
@@ -348,8 +371,9 @@ def _interval(found: re.Match[str]) -> str:
 
 def _joined(text: str) -> str:
     """The digits of a number side by side or with commas, its minus that of a keyboard."""
-    text = _DASH.sub("-", text.translate(_TYPED)).replace("\\!", "").replace("{,}", ",")
-    return _THOUSANDS.sub("", text).replace("~", " ")
+    text = _DASH.sub("-", text.translate(_TYPED)).replace("{,}", ",")
+
+    return _THOUSANDS.sub("", _CURRENCY.sub("", _CLOSER.sub("", text))).replace("~", " ")
 
 
 @lru_cache(maxsize=64)
@@ -391,7 +415,8 @@ def words(text: str) -> str:
     plainly = " ".join(text.split()).strip(" .").casefold()
     if time := _TIME.fullmatch(plainly):
         return f"{time[1]}{time[2] or ':00'} {time[3]}m"
-    plainly = _ORDINAL.sub("", plainly).removeprefix("an ").removeprefix("the ")
+    plainly = _ABBREVIATED.sub("", _ORDINAL.sub("", plainly))
+    plainly = plainly.removeprefix("an ").removeprefix("the ")
     if not re.fullmatch(r"[^\W\d_][\w ,.'\-]*", plainly) or _FUNCTIONS & set(plainly.split()):
         return ""
     return plainly if plainly == "no" or re.search(r"[^\W\d_]{3}", plainly) else ""

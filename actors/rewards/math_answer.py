@@ -15,6 +15,7 @@ import logging
 import random
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import combinations, product
 from math import log10
@@ -30,6 +31,7 @@ from sympy import (
     Derivative,
     Eq,
     FiniteSet,
+    I,
     Integral,
     Intersection,
     Interval,
@@ -221,12 +223,23 @@ def _is_equal(gold: str, expression: str, forms: Forms, strict: bool) -> bool:
 
 def _alike(wanted: Any, given: Any) -> Iterator[tuple[Basic, Basic]]:
     """Two formulas of different kinds as one kind, where they may be as one: a solved inequality
-    and an interval, a row or a column and a point."""
+    and an interval, a row or a column and a point; and with i as the unit that it is."""
     if isinstance(wanted, MatrixBase) != isinstance(given, MatrixBase):
         yield _point(wanted), _point(given)
+    complex_ones = _complex(wanted), _complex(given)
+    if complex_ones != (wanted, given):
+        yield complex_ones
     one, other = solution_set(wanted), solution_set(given)
     if one and other and (one[0] == other[0] or None in (one[0], other[0])):
         yield one[1], other[1]
+
+
+def _complex(formula: Any) -> Any:
+    """The formula as it is where i can be no unit, as in an inequality."""
+    units = [s for s in getattr(formula, "free_symbols", ()) if s.name == "i"]
+    with suppress(TypeError, ValueError):
+        return formula.subs(dict.fromkeys(units, I)) if units else formula
+    return formula
 
 
 def _point(formula: Any) -> Any:

@@ -67,6 +67,17 @@ BOXED = [
     (r"1+2\mathrm{i}, 1-2\mathrm{i}", ["1+2i, 1-2i"], ["3, -1"]),
     (r"2\text{a}, 3\text{b}", [r"2\text{a}, 3\text{b}"], ["2, 3"]),
     (r"15\text{ nickels}, 20\text{ dimes}", [], [r"20\text{ nickels}, 15\text{ dimes}"]),
+    (r"\text{£}5", ["5 pounds", "£5", r"\$5"], ["£6", "5 cm^2 x"]),
+    ("5", ["5 €", "€ 5", r"5\text{ €}", "¥5", "Rs. 5"], ["-€5", "€5 million"]),
+    ("€", ["€"], ["£"]),
+    # Thousands, and colors.
+    (r"11,\! 111,\! 100", ["11111100", "11,111,100"], ["11", "11111"]),
+    ("5", [r"\color{red}{5}", r"\textcolor{blue}{5}", r"\underline{5}"], [r"\color{red}{6}"]),
+    # The unit of complex numbers, and angles.
+    ("2i", ["(1+i)^2"], ["2", "3i"]),
+    (r"\frac{1-i}{2}", [r"\frac{1}{1+i}"], [r"\frac{1+i}{2}"]),
+    (r"-\frac12+\frac{\sqrt3}{2}i", [r"e^{2\pi i/3}"], [r"e^{\pi i/3}"]),
+    ("0.5", [r"\sin 30^\circ", r"\cos(60^{\circ})", r"2\sin^2 30°"], [r"\sin 30"]),
     # Numbers to a base.
     ("1011_2", ["1011", r"(1011)_{2}", "01011_2"], ["1011_3", "11_{10}", "1111_2"]),
     ("4343_6", [r"4343_{\text{six}}"], [r"4343_{\text{seven}}", "4344_6"]),
@@ -79,6 +90,7 @@ BOXED = [
     (r"\text{Yes}", ["Yes, it does"], ["No, yes", "Yes, no", "Yes, but only for x > 0"]),
     ("No", [r"\text{No}, it is not"], ["no solution", "Yes"]),
     ("circle", ["the circle"], ["ellipse"]),
+    ("St. Louis", ["St Louis"], ["Louis"]),
     ("June 20", ["June 20th"], ["June 2nd"]),
     ("6:00 PM", ["6 p.m."], ["6 AM"]),
     # Signs within, vectors.
@@ -110,6 +122,9 @@ def test_answers_in_other_forms(gold: str, equal: list[str], other: list[str]):
         ("The answer is $x<3$.", r"(-\infty,3)", 1),
         ("The answer is 50 mm.", r"5\text{ cm}", 1),
         ("The answer is 5 m.", r"5\text{ cm}", 0),
+        ("Final Answer: The final answer is (B). I hope it is correct.", "B", 1),
+        ("The final answer is $\\text{left}$. I hope it is correct.", "left", 1),
+        (r"So $\fbox{5}$, which is less than 6.", "5", 1),
     ],
 )
 def test_answers_that_are_stated(response: str, gold: str, reward: float):
