@@ -149,7 +149,7 @@ def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[Score]:
     math-verify.
 
     Args:
-        strict: whether x = 1 differs from 1, and a set from its elements, as math-verify has it.
+        strict: whether x = 1 differs from y = 1; else unknowns may have any name.
     """
     return [_score(episode, strict) for episode in episodes]
 

@@ -131,6 +131,12 @@ def test_answers_that_are_stated(response: str, gold: str, reward: float):
     assert verdict(response, gold) == reward
 
 
+def test_names_of_unknowns_count_where_the_reward_is_strict():
+    said = episode(r"\boxed{y = 1}", "x = 1")
+    assert [math([said], strict=strict)[0].reward for strict in (True, False)] == [0, 1]
+    assert verdict(r"\boxed{x = 1}", "1") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [
