@@ -19,11 +19,11 @@ from typing import Any
 from actors.rewards.answers import answer_of
 from actors.rewards.builtin import no_gold
 from actors.rewards.code.encodings import decoded
+from actors.rewards.code.tests import blocks
 from actors.rewards.forms import gold_of
 from streamrl.interfaces import Episode, Prompt, Score
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
-_FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 _NAME = re.compile(r"\s*,?\s*([^()\[\]{},'\"=]+?)\s*\(")
 _IN_ARGUMENTS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[()]", re.DOTALL)
 # As JSON writes them.
@@ -75,8 +75,8 @@ def _calls(value: Any) -> Iterator[str]:
             yield from _calls(part.rpartition(_CLOSING)[0] or part)
     else:
         text = value.strip()
-        if not text.startswith(("[", "{")) and (blocks := _FENCED.findall(text)):
-            text = blocks[-1].strip()
+        if not text.startswith(("[", "{")) and (fenced := blocks(text)):
+            text = fenced[-1][1].strip()
         record = decoded(text)
         yield from _in_python(text) if isinstance(record, str) else _calls(record)
 

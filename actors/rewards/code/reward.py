@@ -27,8 +27,8 @@ from msgspec import Struct
 from actors.rewards.answers import answer_of
 from actors.rewards.calls.limits import FinalError
 from actors.rewards.code.harness import is_installed
-from actors.rewards.code.python_tests import PythonTest, beginning
-from actors.rewards.code.tests import FENCE, CallTest, ProgramTest, Test, read_tests
+from actors.rewards.code.python_tests import PythonTest, beginning, functions
+from actors.rewards.code.tests import CallTest, ProgramTest, Test, blocks, read_tests
 from actors.rewards.remote.http import Service, ServiceSettings
 from actors.sandbox.isolation import IsolationChoice, SandboxLimits
 from actors.sandbox.sandbox import Sandbox, choose
@@ -96,9 +96,9 @@ def solution_of(response: str, language: str = "python") -> str:
     >>> solution_of("So:\\n```py\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```")
     'print(1)\\n'
     """
-    blocks: list[tuple[str, str]] = FENCE.findall(response)
-    named = [block for block in blocks if _names(block[0].casefold(), language)]
-    if chosen := named or blocks:
+    found = blocks(response)
+    named = [block for block in found if _names(block[0].casefold(), language)]
+    if chosen := named or found:
         return chosen[-1][1]
     answers: list[str] = _ANSWER.findall(response)
     return (answers or [response])[-1]
@@ -465,10 +465,16 @@ def not_installed(prompt: Prompt, modules: Sequence[str]) -> str:
 
 def _header(episode: Episode, solution: str) -> str:
     """The beginning of a function, of which the solution may be the body: HumanEval's prompt, or
-    that of BigCodeBench."""
+    that of BigCodeBench. Of a whole solution, the functions that the prompt gives beside its own,
+    which it may leave out."""
     row = episode.prompt.row
     entry_point = str(row.get("entry_point") or "")
-    if not entry_point or f"def {entry_point}" in solution:
-        return ""
     prompts = (row.get(name) for name in ("prompt", "complete_prompt", "code_prompt"))
-    return next((text for text in prompts if isinstance(text, str) and beginning(text)), "")
+    for text in prompts if entry_point else ():
+        tree = beginning(text) if isinstance(text, str) else None
+        if tree is not None and f"def {entry_point}" not in solution:
+            return str(text)
+        if tree is not None:
+            given = (node for node in functions(tree.body) if node.name != entry_point)
+            return "".join(f"{ast.unparse(node)}\n" for node in given)
+    return ""

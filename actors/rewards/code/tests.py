@@ -35,8 +35,11 @@ COLUMNS = (
 )
 """Where tests are looked for, unless a column is named; then in `inputs` and `outputs`, and then
 in the answer."""
-FENCE = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
-"""A block in a text: the language that it names, and what is in it."""
+# What stands in the middle of a line, such as a text in the code, ends no block.
+_BLOCK = re.compile(
+    r"(?:^([ \t]+))?```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:^[ \t]*```|```[ \t\r]*$|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
 _ALLOWED = (
     "tests are a record of inputs and outputs, a list of cases or of assertions, or Python with "
     "an assertion, a unittest class, test functions or check(candidate)"
@@ -75,6 +78,19 @@ class _UnreadableError(ValueError):
 
     def __init__(self, place: str, value: Any, reason: object) -> None:
         super().__init__(f"{place} was {_shown.repr(value)}: {reason}")
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Of each block of code in a text the language that it names, and what is in it, as far to the
+    left as its mark.
+
+    >>> blocks("1. So:\\n   ```py\\n   print('```')\\n   ```")
+    [('py', "print('```')\\n")]
+    """
+    return [
+        (language, re.sub(rf"(?m)^[ \t]{{1,{len(indent)}}}", "", code) if indent else code)
+        for indent, language, code in _BLOCK.findall(text)
+    ]
 
 
 def read_tests(prompt: Prompt, column: str = "") -> list[Test]:
@@ -204,8 +220,8 @@ def _entry_point(given: Mapping[str, Any]) -> str:
         if isinstance(record, Mapping) and (name := _function_of(record)):
             return name
     prompts = [prompt for prompt in given[_PROMPTS] if isinstance(prompt, str)]
-    blocks = [block for prompt in prompts for block in FENCE.findall(prompt) or [("", prompt)]]
-    functions = {name for _, block in blocks for name in defined_functions(block)}
+    shown = [block for prompt in prompts for block in blocks(prompt) or [("", prompt)]]
+    functions = {name for _, block in shown for name in defined_functions(block)}
     return functions.pop() if len(functions) == 1 else ""
 
 

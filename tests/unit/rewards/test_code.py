@@ -184,6 +184,10 @@ def test_what_a_function_returns_is_compared_by_value(returned, expected, is_sam
             "import numpy\ndef add(a, b):\n    return numpy.array([a, b]).sum()",
             {"tests": CALLS},
         ),
+        (
+            "def add(a, b):\n    return plus(a, b)",
+            {**HUMAN_EVAL, "prompt": "def plus(a, b):\n    return a + b\n\ndef add(a, b):\n"},
+        ),
         ("def f(n):\n    return 10**n", {"test": "assert len(str(f(5000))) == 5001"}),
     ],
 )
@@ -264,6 +268,13 @@ async def test_long_inputs_do_not_take_the_memory_of_a_program():
     code = "x = bytearray(200_000_000)\nprint(len(input()))"
     row = {"tests": {"inputs": ["x" * 10**7] * 6, "outputs": [str(10**7)] * 6}}
     assert await score(block(code), **row, kwargs={"memory_bytes": 2**28}) == 1.0
+
+
+def test_a_block_ends_with_a_line_and_begins_where_its_mark_does():
+    assert solution_of("```py\nprint('```')\n```\nDone.") == "print('```')\n"
+    assert solution_of("1. So:\n   ```py\n   if x:\n       y()\n   ```") == "if x:\n    y()\n"
+    assert solution_of("```py\nprint(1)```\nDone.") == "print(1)"
+    assert solution_of("```py\r\nprint(1)\r\n```\r\nDone.") == "print(1)\r\n"
 
 
 def test_the_last_block_is_the_solution():

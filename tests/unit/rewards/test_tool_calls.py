@@ -49,6 +49,11 @@ def test_arguments_may_hold_what_ends_a_call():
     assert tool_calls(episode(gold, gold)).reward == 1
 
 
+def test_an_argument_may_hold_what_ends_a_block():
+    gold = '[{"name": "say", "arguments": {"text": "``` is a fence"}}]'
+    assert tool_calls(episode(f"So:\n```json\n{gold}\n```", gold)).reward == 1
+
+
 def test_the_calls_that_were_read_are_shown():
     (read, nothing) = (tool_calls(episode(text)) for text in ("[add(b=2.0, a=1)]", "add 1 and 2"))
     assert (read.extracted, nothing.extracted) == ('["add", {"a": 1, "b": 2}]', "")
