@@ -10,14 +10,17 @@ A row has images and videos in the content parts of its messages, or in columns 
 they stand before the text of the first user message.
 """
 
+import ast
 import inspect
 import itertools
 import json
 import math
 import os
 import re
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal
 from functools import cache
@@ -391,9 +394,9 @@ _MISSING = object()
 
 def _value(fields: Any, key: str) -> Any:
     """A column's name may contain a dot; a number after a dot is an index into a list, from 0. What
-    a dot reaches into may be JSON text."""
+    a dot reaches into may be text, as `_of_text` reads it."""
     if isinstance(fields, str):
-        fields = _of_json(fields)
+        fields = _of_text(fields)
     if isinstance(fields, list | tuple):
         fields = {str(place): value for place, value in enumerate(fields)}
     if not isinstance(fields, Mapping):
@@ -405,9 +408,10 @@ def _value(fields: Any, key: str) -> Any:
 
 
 def _content(value: Any) -> str | tuple[Message, ...]:
-    """The prompt's text or messages, which may be JSON text; empty if the value is neither."""
+    """The prompt's text or messages, which may be JSON or Python text; empty if the value is
+    neither."""
     if isinstance(value, str):
-        read = _of_json(value) if value.lstrip().startswith("[") else None
+        read = _of_text(value) if value.lstrip().startswith("[") else None
         if not (isinstance(read, list) and read and all(map(_is_message, read))):
             return value
         value = read
@@ -415,12 +419,15 @@ def _content(value: Any) -> str | tuple[Message, ...]:
     return tuple(map(normalized, messages))
 
 
-def _of_json(text: str) -> Any:
-    """The value of a JSON text; None for other text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def _of_text(text: str) -> Any:
+    """The value of a text in JSON, or as Python prints it, which CSV files of pandas have for
+    records; None for other text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                return read(text)
+    return None
 
 
 def _written(answer: Any) -> str:

@@ -4,7 +4,6 @@ A row without what a response is compared with fails its group; it scores neithe
 nothing, nor 1, which pays for anything.
 """
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -31,6 +30,7 @@ from actors.rewards.answers import (
     written,
 )
 from actors.rewards.calls.limits import FinalError
+from actors.rewards.code.encodings import decoded
 from actors.rewards.forms import gold_of
 from actors.rewards.units import Quantity
 from streamrl.interfaces import Episode, Prompt, Score
@@ -75,13 +75,10 @@ def math_at_once(episode: Episode) -> Score | None:
 
 
 def acceptable(gold: Any) -> Sequence[str]:
-    """Each of a list; a text is a list where it is one of texts, as JSON has it. Of a solution, as
-    GSM8K and MATH have it, the answer that it marks."""
-    if isinstance(gold, str) and gold.lstrip().startswith('["'):
-        try:
-            gold = json.loads(gold)
-        except ValueError:
-            return [gold]
+    """Each of a list; a text is a list where it is one of texts, as JSON or Python has it. Of a
+    solution, as GSM8K and MATH have it, the answer that it marks."""
+    if isinstance(gold, str) and gold.lstrip().startswith(('["', "['")):
+        gold = decoded(gold)
     golds = map(str, gold if isinstance(gold, list | tuple) else [gold])
     # Of several boxes all are of the answer.
     marked = ((one, marked_answer(one) if one.count("\\boxed") < 2 else None) for one in golds)

@@ -133,11 +133,12 @@ def test_a_bad_row_is_named_when_the_file_is_opened(tmp_path, suffix, row, sente
         assert str(caught.value).endswith(sentence)
 
 
-def test_messages_and_records_may_be_text_of_json(tmp_path):
-    """As ROLL's `messages`, and `verification_info` of SYNTHETIC-1."""
+@pytest.mark.parametrize("written", [json.dumps, repr])
+def test_messages_and_records_may_be_text(tmp_path, written):
+    """As ROLL's `messages`, `verification_info` of SYNTHETIC-1, and CSV files of pandas."""
     messages = [{"role": "user", "content": "q"}]
-    texts = [json.dumps(messages), '["q"]', "[1, 2] is a list"]
-    info = json.dumps({"ground_truth": 5})
+    texts = [written(messages), '["q"]', "[1, 2] is a list"]
+    info = written({"ground_truth": 5})
     rows = [{"prompt": text, "info": info} for text in texts]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))

@@ -106,6 +106,7 @@ def test_every_kind_of_answer_equals_itself_and_no_other_number(answer):
         (r"\boxed{0.25}", ["1/2", "0.25"], 1),
         (r"\boxed{0.2}", ["1/2", "0.25"], 0),
         (r"\boxed{0.5}", '["1/2", "x"]', 1),
+        (r"\boxed{0.5}", "['1/2', 'x']", 1),
         (r"\boxed{[1,2]}", "[1, 2]", 1),
         (r"\boxed{3\frac{1}{2}}", r"\frac{7}{2}", 1),
         (r"\boxed{-2\tfrac13}", r"-\frac{7}{3}", 1),
