@@ -38,9 +38,38 @@ class ArrowRows:
             yield from self._slice(start, start + _BATCH)
 
     def _slice(self, start: int, stop: int) -> Iterator[Row]:
-        for number, fields in enumerate(self._table[start:stop].to_pylist(), start + 1):
+        rows = _as_written(self._table[start:stop]).to_pylist()
+        for number, fields in enumerate(rows, start + 1):
             place = f"row {number} of {self._name}"
             yield row(self._setting, place, as_json_values(fields))
+
+
+def _as_written(table: Any) -> Any:
+    """With floats of 32 bits as the shortest decimals that they stand for, as in files of text: one
+    of 64 bits, 0.1 would be 0.10000000149."""
+    import pyarrow
+
+    schema = table.schema
+    if "float" in str(schema.types):
+        for floats in (pyarrow.string(), pyarrow.float64()):
+            fields = (field.with_type(_with_floats(field.type, floats)) for field in schema)
+            table = table.cast(pyarrow.schema(fields))
+    return table
+
+
+def _with_floats(kind: Any, floats: Any) -> Any:
+    """The type with these in place of floats of 32 bits, at every depth of lists and records."""
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_float32(kind):
+        return floats
+    if types.is_struct(kind):
+        fields = (kind.field(i) for i in range(kind.num_fields))
+        return pyarrow.struct([f.with_type(_with_floats(f.type, floats)) for f in fields])
+    if types.is_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_with_floats(kind.value_type, floats)))
+    return kind
 
 
 def read_parquet(setting: str, path: Path) -> ArrowRows:

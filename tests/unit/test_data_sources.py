@@ -155,6 +155,29 @@ def test_arrays_are_lists(tmp_path):
     assert prompt.row["extra_info"] == {"index": 3, "tests": ["assert f(1) == 2"]}
 
 
+@pytest.mark.parametrize("is_numpy", [True, False])
+def test_a_float_of_32_bits_is_the_decimal_that_was_written(tmp_path, is_numpy):
+    narrow = pyarrow.float32()
+    kinds = [pyarrow.list_(narrow), pyarrow.list_(pyarrow.struct([("x", narrow)]))]
+    columns = [
+        pyarrow.array([[0.1, None]], kinds[0]),
+        pyarrow.array([[{"x": 0.7}]], kinds[1]),
+        pyarrow.array([1 / 3]),
+    ]
+    table = pyarrow.table([pyarrow.array(["q"]), *columns], names=["prompt", "a", "b", "wide"])
+    source = str(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(table, source)
+    if is_numpy:
+        row = "{'prompt': 'q', 'a': [np.float32(0.1), None], 'b': np.array([0.7], np.float32)}"
+        source = str(tmp_path / "own.py")
+        Path(source).write_text(f"import numpy as np\ndef rows():\n    return [{row}]\n")
+        source += ":rows"
+    prompt = open_prompts(settings(source=source, answer_key="a.0"), seed=0)[0]
+    assert prompt.answer == "0.1"
+    assert prompt.row["b"] == ([0.7] if is_numpy else [{"x": 0.7}])
+    assert is_numpy or (prompt.row["a"], prompt.row["wide"]) == ([0.1, None], 1 / 3)
+
+
 def test_dates_that_a_library_made_times_of_are_dates(tmp_path):
     """It does so of what it reads from JSON."""
     file = tmp_path / "rows.jsonl"
