@@ -35,6 +35,14 @@ _REASON = re.compile(
     r"(?<![\s,])[\s,]\s*(?:because\b|since\b|I hope (?:it is|this is|it's) correct\b).*",
     re.DOTALL | re.IGNORECASE,
 )
+# A letter, and a sentence that takes nothing of it back.
+_EXPLAINED = re.compile(
+    r"(\**\(?[A-J]\)?\**)[.;]\s+(?!(?:No|Not|Wrong|Incorrect)\b)"
+    r"(?!.*\b(?i:but|however|rather|should)\b)(?:I\b|[A-Z][a-z]).*",
+    re.DOTALL,
+)
+_QUOTES = "\"'`\u201c\u201d\u2018\u2019"
+_QUOTED = re.compile(rf"[{_QUOTES}]{{1,2}}([^{_QUOTES}]+)[{_QUOTES}]{{1,2}}")
 _TAKEN_BACK = re.compile(
     r"\b(?:actually|correction|final|hmm|instead|meant?|oops|sorry|wait)\b|\bno,", re.IGNORECASE
 )
@@ -154,7 +162,7 @@ _NO_CHOICE = re.compile(
     r"(?i:and|but|incorrect|is|no|nor|not|or|wait|was|wrong)\b"
     r"|.*\b(?i:incorrect|wait|wrong)\b|.*(?<![a-zA-Z\\])(?:[A-Z]|[IVX]+)(?![a-zA-Z]))"
 )
-_LETTER = re.compile(r"\A\(?([a-zA-Z])\)\Z")
+_LETTER = re.compile(r"\A(?:\(?([a-zA-Z])\)|[\[{<]{1,2}([A-J])[\]}>]{1,2})\Z")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:bf|it|rm|sf|tt)|mbox|boldsymbol|bm|underline)\s*\{([^{}\\]*)\}"
 )
@@ -275,7 +283,9 @@ def stated_answer(text: str) -> str | None:
         return None
     behind = text[places[-1].end() :].strip()
     line, _, rest = behind.partition("\n")
-    return bare(_REASON.sub("", behind if _TAKEN_BACK.search(rest) else line, count=1))
+    said = _REASON.sub("", behind if _TAKEN_BACK.search(rest) else line, count=1)
+    explained = _EXPLAINED.fullmatch(said)
+    return bare(explained[1] if explained and not _TAKEN_BACK.search(said) else said)
 
 
 def unmarked_answer(text: str) -> str:
@@ -292,15 +302,18 @@ def shown_answer(text: str) -> str:
 
 
 def bare(answer: str) -> str:
-    """Without white space and bold type around it, and a full stop, comma or semicolon behind it.
+    """Without white space, bold type and quotes around it, and a full stop, comma or semicolon
+    behind it.
 
-    >>> bare("**B.**"), bare("**B**."), bare("5;"), bare("1, 2, ...")
-    ('B', 'B', '5', '1, 2, ...')
+    >>> bare("**B.**"), bare("**B**."), bare("5;"), bare("`B`."), bare("1, 2, ...")
+    ('B', 'B', '5', 'B', '1, 2, ...')
     """
     text = answer.strip()
     if not text.endswith(".."):
         text = _STOP.sub("", text).removeprefix("**").removesuffix("**").strip()
         text = _STOP.sub("", text)
+    if quoted := _QUOTED.fullmatch(text):
+        text = quoted[1].strip()
     return _LEADING.sub("", text)
 
 
@@ -387,7 +400,7 @@ def written(text: str) -> str:
     text = _TEXT.sub(r"\1", _SIZES.sub("", latex(text).strip("$")))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = _SPACES.sub("", text.replace("\\varnothing", "\\emptyset"))
-    return _LETTER.sub(r"\1", text)
+    return _LETTER.sub(r"\1\2", text)
 
 
 def choice(text: str) -> tuple[str, str] | None:
@@ -412,7 +425,7 @@ def words(text: str) -> str:
     """
     if _TEXTS.fullmatch(text.strip()):
         text = _TEXT.sub(r"\1", text).strip("$ ")
-    plainly = " ".join(text.split()).strip(" .").casefold()
+    plainly = " ".join(text.split()).strip(" .!").casefold()
     if time := _TIME.fullmatch(plainly):
         return f"{time[1]}{time[2] or ':00'} {time[3]}m"
     plainly = _ABBREVIATED.sub("", _ORDINAL.sub("", plainly))

@@ -48,7 +48,7 @@ class ChatAnswer(Struct, frozen=True):
 
 
 # Behind a score, also where it is bold.
-_OUT_OF = re.compile(r"[*}\])]{0,4}\s?[(]?(?:/|out of)\s?(\d+(?:\.\d+)?)")
+_OUT_OF = re.compile(r"[*}\])]{0,4}\s?(?:[(]?(?:/|out of)\s?(\d+(?:\.\d+)?)|\\?%)")
 
 
 def _pattern(text: str) -> str:
@@ -77,7 +77,7 @@ class Judge:
         score_pattern: Annotated[str, AfterValidator(_pattern)] = (
             r"(?i)\b(?:score|rating)\b(?:\W{0,4}[(\[]\s*\d+\s*(?:\W|to|out of)\s*\d+\s*[)\]])?"
             r"(?:\s+is\b)?\W{0,9}?(?:\\boxed\{)?"
-            r"(-?(?:\d+(?:\.\d+)?|(?<![.\d])\.\d+))(?![\d.,]*\d| ?(?:-|to) ?\d)"
+            r"(-?(?:\d+(?:\.\d+)?|(?<![.\d])\.\d+)(?:e[-+]?\d+)?)(?![\d.,]*\d| ?(?:-|to) ?\d|e-?\d)"
         )
         """Regular expression with one group, the number; the last match counts, and one at the
         beginning of a line before others. The default reads "Score: 7", "Score (0-10): 7",
@@ -130,7 +130,7 @@ class Judge:
         except ValueError:
             score = None
         out_of = _OUT_OF.match(text, found[0].end(1)) if found else None
-        if out_of and float(out_of[1]) != high:
+        if out_of and float(out_of[1] or 100) != high:
             score = None
         if score is None or not low <= score <= high:
             ending = " ".join(text.split())[-80:]
