@@ -37,7 +37,7 @@ _REASON = re.compile(
 )
 # A letter, and a sentence that takes nothing of it back.
 _EXPLAINED = re.compile(
-    r"(\**\(?[A-J]\)?\**)[.;]\s+(?!(?:No|Not|Wrong|Incorrect)\b)"
+    r"(\**\(?[A-J]\)?\**)[.;]\s+(?=[A-Z])(?!(?:No|Not|Wrong|Incorrect)\b)"
     r"(?!.*\b(?i:but|however|rather|should)\b)(?:I\b|[A-Z][a-z]).*",
     re.DOTALL,
 )
@@ -85,11 +85,12 @@ _COMMANDS = (
     # An angle, of which math-verify would take the sine of as many radians.
     (
         re.compile(
-            r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?\s*(?:\\left)?[({]?\s*)"
-            r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?"
+            r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?\s*(?:(?:\\left\s*)?[({]\s*)?)"
+            r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*)?\\circ(?![a-zA-Z])\s*\}?"
         ),
         r"\1\\frac{\2\\pi}{180}",
     ),
+    (re.compile(r"\\binom\s*(\d|[a-zA-Z](?![a-zA-Z]))\s*(\d|[a-zA-Z])"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\langle(?![a-zA-Z])"), "("),
     (re.compile(r"\\rangle(?![a-zA-Z])"), ")"),
     # Of a set of numbers, the inequality that they meet.
@@ -113,6 +114,12 @@ _COMMANDS = (
 _COUNTED = re.compile(
     r"(?<=[\d}])\s*\\(?:text|mathrm|mbox)\{[\s~]*(?P<word>[a-zA-Z]{1,15})[\s.]*"
     r"(?:(?P<further>and|or)\s*\}|\}(?:\^\{?[23]\}?)?(?=\s*[,;]|\s*\\text\{\s*(?:and|or)\s))"
+)
+# Equations below each other, with or without a brace; of arrays, those with one.
+_SYSTEM = re.compile(
+    r"(?P<brace>\\left\s*\\\{\s*)?\\begin\{(?P<name>cases|aligned|gathered|split|array)\}"
+    r"(?:\{[lcr ]*\})?(?P<rows>.{1,600}?)\\end\{(?P=name)\}(?(brace)\s*\\right\s*\.)",
+    re.DOTALL,
 )
 # Also as ]0; 1[, which is open.
 _INTERVAL = re.compile(r"([\[\](])([^\[\](),;]{1,60})[,;]([^\[\](),;]{1,60})([\[\])])")
@@ -172,7 +179,7 @@ _ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 # The full stop of St. Louis.
 _ABBREVIATED = re.compile(r"(?<=[^\W\d_])\.(?= )")
 # Behind an answer, and no part of what is spaced in LaTeX.
-_STOP = re.compile(r"(?<!\\)[.,;]\Z")
+_STOP = re.compile(r"(?<!\\)(?<!\\right)[.,;]\Z")
 # What says nothing of a value, in front of it.
 _LEADING = re.compile(
     r"\A(?:\\(?:text)?color\s*\{[^{}]*\}|\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴"
@@ -359,12 +366,22 @@ def _typed_fraction(found: re.Match[str]) -> str:
 def latex(text: str) -> str:
     """As `plain`, for a reader of formulas: it keeps fractions and powers, and loses currencies."""
     text = _joined(re.sub(r"\\\$\s?", "", text)).translate(_SIGNS)
+    text = _SYSTEM.sub(_equations, text)
     for command, known in _COMMANDS:
         text = command.sub(known, text)
     uncounted = partial(_uncounted, words=Counter(re.findall("[a-zA-Z]+", text)))
     text = _COUNTED.sub(uncounted, _INTERVAL.sub(_interval, text))
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     return re.sub(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?!\w)", r"\1\\times 10^{\2}", text)
+
+
+def _equations(found: re.Match[str]) -> str:
+    """Side by side; as they are where an & parts more than their sides, as of a matrix."""
+    rows = re.split(r"\\\\", re.sub(r"&\s*=|=\s*&", "=", found["rows"]))
+    is_list = found["brace"] or found["name"] != "array"
+    if not is_list or not all("=" in row and "&" not in row for row in rows if row.strip()):
+        return found[0]
+    return ", ".join(row.strip(" \n,;") for row in rows if row.strip())
 
 
 def _uncounted(found: re.Match[str], words: Counter[str]) -> str:

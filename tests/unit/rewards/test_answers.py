@@ -1,5 +1,6 @@
 """What a response answers is read by one reader, however its numbers and words are written."""
 
+import time
 from dataclasses import replace
 from fractions import Fraction
 
@@ -13,6 +14,7 @@ from actors.rewards.answers import (
     words,
 )
 from actors.rewards.builtin import format_of_tags, math_at_once, numeric_answer
+from actors.rewards.code.reward import solution_of
 from actors.rewards.math_answer import math as math_of_siblings
 from streamrl.interfaces import Episode, Prompt
 from streamrl.types import FinishReason
@@ -252,6 +254,26 @@ def test_letters_without_an_end_are_no_choice():
 
 def test_white_space_without_an_end_is_passed_over():
     assert answered_number("so 7" + "\n" * 200_000) == 7
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\begin{cases} x " * 6000,
+        "\\sin" + " " * 50_000 + "3",
+        "\\sin 3^" + " " * 50_000,
+        "The answer is A." + "\n" * 50_000 + "actually",
+        "answer is `" * 9000,
+        "5 " * 50_000 + "€",
+        "```py\n" * 9000 + " " * 50_000,
+    ],
+    ids=lambda text: text[:8].strip(),
+)
+def test_nothing_takes_long_to_read(text):
+    start = time.process_time()
+    assert not math_at_once(episode(text, "12"))
+    solution_of(text)
+    assert time.process_time() - start < 2
 
 
 def test_a_number_of_any_length():

@@ -13,6 +13,8 @@ from streamrl.types import FinishReason
 
 UNION = r"(-\infty,-2)\cup(2,\infty)"
 ROOTS = r"\frac{-1\pm\sqrt{5}}{2}"
+SYSTEM = r"\left\{\begin{array}{l} x=1, \\ y=2 \end{array}\right."
+PIECES = r"\begin{cases} x^2 & x>0 \\ 0 & x \le 0 \end{cases}"
 COLUMN = r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"
 
 
@@ -98,6 +100,14 @@ BOXED = [
     (ROOTS, [r"\frac{-1+\sqrt5}{2}, \frac{-1-\sqrt5}{2}"], [r"\frac{-1+\sqrt5}{2}"]),
     (COLUMN, ["(1,2)", r"\langle 1, 2 \rangle"], ["(2,1)", r"\begin{pmatrix}1&2\end{pmatrix}"]),
     ("5", [], [r"\begin{pmatrix} 5 \\ 5 \end{pmatrix}"]),
+    (SYSTEM, ["x=1, y=2", r"\begin{aligned} x &= 1 \\ y &= 2 \end{aligned}"], ["x=1, y=3"]),
+    (
+        "x=1, y=2",
+        [SYSTEM, r"\begin{cases} x=1 \\ y=2 \end{cases}"],
+        [r"\begin{cases} x=1 \end{cases}"],
+    ),
+    (PIECES, [PIECES], [PIECES.replace("x^2", "x^3")]),
+    ("10", [r"\binom52", r"\binom 5 2"], [r"\binom42"]),
 ]
 
 
