@@ -138,6 +138,15 @@ class ChatTemplate:
                 "environment cannot answer with messages; name a template that does"
             )
 
+    def require_system(self, setting: str) -> None:
+        """Raise ConfigError if it does not render the system's message, which holds what the
+        setting says."""
+        if not self._has_system:
+            raise ConfigError(
+                f"{_REFUSED} leaves out messages of the role system, so the policy would not read "
+                f"{setting}; name a template that renders them"
+            )
+
     def require_tool_results(self) -> None:
         """Raise ConfigError if it renders a tool's result neither behind a call nor without one."""
         if self._place_of_results == "nowhere":
@@ -152,6 +161,11 @@ class ChatTemplate:
         with suppress(ConfigError):
             return "streamrltool" in self.render([_ASKED], [PROBED_TOOL])
         return False
+
+    @cached_property
+    def _has_system(self) -> bool:
+        probe = {"role": "system", "content": _PROBE}
+        return _PROBE in self.render([probe, _ASKED], place="a system message")
 
     @cached_property
     def generation_prompt(self) -> str:

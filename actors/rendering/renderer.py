@@ -105,6 +105,8 @@ class ChatRenderer:
         self._data = data
         self._vision = vision
         self._template = _template(tokenizer, data)
+        if data.system_prompt and self._template is not None:
+            self._template.require_system("data.system_prompt")
         self._parser = MessageParser(tokenizer, self._template, data.tool_parser)
 
     @property
@@ -205,6 +207,7 @@ class ChatRenderer:
                     "system_message, or omit where it learns of them otherwise"
                 )
             case "system_message":
+                self._required(messages, place).require_system("the tools")
                 messages = _described(messages, tools)
         template = self._required(messages, place)
         text = template.render(messages, self._for_template(tools), place)

@@ -315,6 +315,16 @@ def test_a_prompt_is_rendered_as_it_stands_or_through_a_template(tmp_path):
     assert chat.decode(chat.encode(Prompt((user, reply, user), ""))) == "u:xa:yu:xa:"
 
 
+def test_a_template_that_leaves_out_the_system_prompt_is_refused(tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    make_renderer(chat_template=template)
+    with pytest.raises(ConfigError, match=r"chat_template: it leaves out messages of the role sys"):
+        make_renderer(chat_template=template, system_prompt="be")
+    with pytest.raises(ConfigError, match=r"so the policy would not read the tools"):
+        make_renderer(chat_template=template, tool_schemas="system_message").require_tools()
+
+
 def test_the_policy_goes_on_with_a_turn_that_a_prompt_has_begun(tmp_path):
     template = tmp_path / "chat.jinja"
     template.write_text(CHAT)
