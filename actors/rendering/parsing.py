@@ -26,6 +26,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -359,10 +360,22 @@ def _parsed(
             prefix=prefix,
             tools=[dict(tool) for tool in tools],
         )
+        if reason := _fault_of(parsed):
+            raise ValueError(reason)
     except (ValueError, KeyError, RecursionError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        return {"role": "assistant", "content": text, "parse_error": reason}
-    return _message(parsed, text)
+        return {**_thought(text, template, prefix), "parse_error": reason}
+    return _message(parsed)
+
+
+def _thought(text: str, template: ResponseTemplate, prefix: str) -> Message:
+    """A message whose calls cannot be read: all of its text, or what follows its thoughts."""
+    fields = {name: field for name, field in template.fields.items() if name != "tool_calls"}
+    with suppress(ValueError, KeyError, RecursionError):
+        message = _message(parse_response(text, replace(template, fields=fields), prefix=prefix))
+        if "reasoning_content" in message:
+            return message
+    return {"role": "assistant", "content": text}
 
 
 def _without_tags(text: str, opening: re.Pattern[str]) -> str:
@@ -381,16 +394,22 @@ def _without_tags(text: str, opening: re.Pattern[str]) -> str:
     return "".join([*parts, text[place:]])
 
 
-def _message(parsed: Mapping[str, Any], text: str) -> Message:
-    """In the form that chat templates read, or with the reason why its calls cannot be run."""
+def _calls_of(parsed: Mapping[str, Any]) -> Sequence[Any]:
     calls = parsed.get("tool_calls") or []
-    calls = calls if isinstance(calls, list) else [calls]
-    for call in calls:
-        if error := _error_of(call):
-            return {"role": "assistant", "content": text, "parse_error": error}
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _fault_of(parsed: Mapping[str, Any]) -> str:
+    """Why its calls cannot be run; "" for nothing."""
+    return next(filter(None, map(_error_of, _calls_of(parsed))), "")
+
+
+def _message(parsed: Mapping[str, Any]) -> Message:
+    """In the form that chat templates read."""
     message = {"role": "assistant", "content": str(parsed.get("content") or "").strip()}
     if reasoning := parsed.get("reasoning_content") or parsed.get("thinking"):
         message |= {"reasoning_content": reasoning}
+    calls = _calls_of(parsed)
     return {**message, "tool_calls": calls} if calls else message
 
 

@@ -338,6 +338,24 @@ class TestConventions:
 
 
 class TestUnreadable:
+    @pytest.mark.parametrize(
+        ("family", "text"),
+        [
+            ("mistral_v11", "[THINK]Hm.[/THINK][TOOL_CALLS]add[ARGS]{"),
+            ("hermes", "<think>Hm.</think><tool_call>{</tool_call>"),
+            (
+                "gpt_oss",
+                "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+                "to=functions.add json<|message|>{<|call|>",
+            ),
+        ],
+    )
+    def test_what_was_thought_before_a_call_that_cannot_be_read(self, family: str, text: str):
+        message = parse(make(TEMPLATES[family]), text)
+        assert message["parse_error"]
+        assert message["reasoning_content"] == "Hm."
+        assert "Hm." not in message["content"]
+
     @pytest.mark.parametrize("pattern", [r"(?P<key>\w+)", r"(?P<value>\w+)"])
     def test_tags_of_ones_own_template_without_a_key_or_a_value(self, pattern: str) -> None:
         calls = {"content": "tags", "content_args": {"tag_pattern": pattern}}
