@@ -150,6 +150,11 @@ _NUMBER = re.compile(
     rf"(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d+)(?!\w))?"
     rf"(?:\s?/\s?(?P<denominator>{_DIGITS})(?![\d/]))?"
 )
+# Behind a number, of which another one is computed.
+_OPERATOR = re.compile(
+    r"\s*(?:\^|!(?!=)|-\s?\d|(?:\*{1,2}|[+\N{MULTIPLICATION SIGN}])\s?[\d(\\]"
+    r"|\N{SQUARE ROOT}|\\(?:cdot|times|sqrt|pi)(?![a-zA-Z]))"
+)
 _CHOOSE = re.compile(
     r"(?:\A|(?<=\{))\s*(\d{1,9}|[a-zA-Z])\s*(?:\\choose\b|\bchoose\b)\s*(\d{1,9}|[a-zA-Z])\s*(?=\}|\Z)"
 )
@@ -454,6 +459,7 @@ def words(text: str) -> str:
 
 def number_in(text: str) -> Fraction | None:
     """The number that an answer begins with, behind its last "=" if it has one; else its last.
+    None of a formula that goes on, whose value is another.
 
     >>> number_in("x = -1,007 apples"), number_in("\\\\frac{1}{2}"), number_in("none")
     (Fraction(-1007, 1), Fraction(1, 2), None)
@@ -461,6 +467,8 @@ def number_in(text: str) -> Fraction | None:
     text = plain(text)
     behind = text.rpartition("=")[2].strip().lstrip("$( ")
     begins = _NUMBER.match(behind)
+    if begins and _OPERATOR.match(behind, begins.end()):
+        return None
     found = (_value(begins) if begins else None, _last_number(behind), _last_number(text))
     return next((number for number in found if number is not None), None)
 

@@ -46,6 +46,7 @@ SEVERAL = (
     *("(A), (B), and (D)", "(A) or (B)", "(A) and (C)", "(A)(C)", "A) B) C)", "A:B"),
     *("A. is wrong, B is right", "A. No, wait, it is B.", "A: no, B: yes", "A) 5, wait, it is c"),
 )
+FORMULAS = ("2^{10}", "5!", "2 + 3", r"2 \cdot 3", r"2\sqrt{3}", r"2\pi", "7 - 2", "2**3")
 FORMULAS_OF_8 = (
     *("x + 8", "8!", "\N{SQUARE ROOT}8", "x > 8", "x^8", "8/x", "8 i", "|8-x|", "x, 8"),
     "8 bn",
@@ -240,6 +241,8 @@ def test_math_of_what_people_write(response, answer, reward):
         *(("in step 3\n1/2", "1/2"), ("1/2 1/3", "1/3"), ("3\N{VULGAR FRACTION ONE HALF}", "7/2")),
         *((r"\frac{1}{-2}", "-1/2"), (r"-\frac{3}{4}", "-3/4")),
         (r"\boxed{0 of 5}", "0"),
+        *((rf"\boxed{{{formula}}}", None) for formula in FORMULAS),
+        (r"\boxed{2 + 3 = 5}", "5"),
         (r"\boxed{1} of <answer>\boxed{2} or 3</answer>", "2"),
     ],
 )
