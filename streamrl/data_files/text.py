@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-import xxhash
 import zstandard
+from xxhash import xxh3_64_intdigest
 
 from streamrl.data_files.rows import Row, row, shown
 from streamrl.errors import ConfigError, reading
@@ -21,30 +21,27 @@ from streamrl.errors import ConfigError, reading
 COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 _MARK = "\ufeff"
 """With which Windows begins text."""
-_CHUNK_BYTES = 1 << 20
 
 
 class JsonLines:
-    """One object a line; where its lines begin is in memory, and all of a compressed file. A file
-    whose lines are written over while it is read is refused; lines that are added are not read, and
-    a file that is replaced is read on as it was."""
+    """One object a line; where its lines begin is in memory, and all of a compressed file. A line
+    that is written over before it is read is refused; lines that are added are not read, and a file
+    that is replaced is read on as it was."""
 
     def __init__(self, setting: str, path: Path) -> None:
         self._setting, self._path = setting, path
         self._file = _opened(setting, path)
-        self._state = self._now()
-        starts, sizes, numbers = array("q"), array("q"), array("q")
-        start, digest = 0, xxhash.xxh3_64()
+        self._starts, self._sizes, self._numbers = array("q"), array("q"), array("q")
+        self._digests = array("Q")
+        start = 0
         # A line ends with a newline only: others may stand in a JSON string.
         for number, line in enumerate(self._file, 1):
             if not line.isspace():
-                starts.append(start)
-                sizes.append(len(line))
-                numbers.append(number)
+                self._starts.append(start)
+                self._sizes.append(len(line))
+                self._numbers.append(number)
+                self._digests.append(xxh3_64_intdigest(line))
             start += len(line)
-            digest.update(line)
-        self._starts, self._sizes, self._numbers = starts, sizes, numbers
-        self._end, self._digest = start, digest.intdigest()
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -58,7 +55,7 @@ class JsonLines:
             yield from map(self._row, range(len(self)))
 
     def _row(self, number: int) -> Row:
-        text = self._line(self._starts[number], self._sizes[number]).decode().removeprefix(_MARK)
+        text = self._line(number).decode().removeprefix(_MARK)
         place = f"line {self._numbers[number]} of {self._path.name}"
         try:
             return row(self._setting, place, json.loads(text))
@@ -67,31 +64,17 @@ class JsonLines:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise ConfigError(f"{self._setting}: {place} is not JSON: {reason}") from error
 
-    def _line(self, start: int, size: int) -> bytes:
+    def _line(self, number: int) -> bytes:
+        start, size = self._starts[number], self._sizes[number]
         if isinstance(self._file, io.BytesIO):
             return bytes(self._file.getbuffer()[start : start + size])
-        if (now := self._now()) != self._state:
-            if self._digest_of(self._end) != self._digest:
-                raise ConfigError(
-                    f"{self._setting}: {self._path} was written over while its rows were read; "
-                    "make a new file of them and put that in its place"
-                )
-            self._state = now
-        return os.pread(self._file.fileno(), size, start)
-
-    def _now(self) -> tuple[int, int]:
-        if isinstance(self._file, io.BytesIO):
-            return 0, 0
-        status = os.fstat(self._file.fileno())
-        return status.st_size, status.st_mtime_ns
-
-    def _digest_of(self, end: int) -> int:
-        """Of what stands in the file before this place."""
-        digest = xxhash.xxh3_64()
-        for start in range(0, end, _CHUNK_BYTES):
-            size = min(_CHUNK_BYTES, end - start)
-            digest.update(os.pread(self._file.fileno(), size, start))
-        return digest.intdigest()
+        line = os.pread(self._file.fileno(), size, start)
+        if xxh3_64_intdigest(line) != self._digests[number]:
+            raise ConfigError(
+                f"{self._setting}: {self._path} was written over while its rows were read; "
+                "make a new file of them and put that in its place"
+            )
+        return line
 
 
 def count_lines(setting: str, path: Path) -> int:

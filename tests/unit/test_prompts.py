@@ -1,6 +1,7 @@
 """The prompt stream is a pure function of the prompt; bad files are refused by name."""
 
 import json
+import os
 from pathlib import Path
 
 import pyarrow
@@ -190,9 +191,23 @@ def test_a_file_that_is_written_over_while_it_is_read_is_refused_and_one_that_is
     with path.open("a") as file:
         file.write('{"prompt": "added"}\n')
     assert prompts[0].content == "other"
+    times = path.stat()
     path.write_text('{"prompt": "third", "answer": "a"}\n')
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(ConfigError, match=r"data\.source: .*rows\.jsonl was written over while"):
         prompts[0]
+
+
+def test_a_row_is_compared_with_what_was_there_and_not_the_whole_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n" * 3)
+    prompts = open_prompts(DataSettings(source=str(path), shuffle=False), seed=0)
+    with path.open("r+") as file:
+        file.seek(len(json.dumps(GOOD)) + 1)
+        file.write(json.dumps(GOOD).replace("q", "r"))
+    assert prompts[0].content == prompts[2].content == "q"
+    with pytest.raises(ConfigError, match=r"rows\.jsonl was written over while"):
+        prompts[1]
 
 
 def test_rows_that_are_known_to_be_prompts_are_read_one_by_one(tmp_path):
