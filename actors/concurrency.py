@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from streamrl.errors import RolloutError
 
@@ -21,10 +21,11 @@ log = logging.getLogger(__name__)
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all; their results. The first error cancels the others and is raised."""
-    calls = list(calls)
-    if len(calls) == 1:
-        return [await calls[0]]
-    return cast(list[T], await first_finished(calls, len(calls)))
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await end_all(tasks)
 
 
 async def first_finished(calls: Iterable[Coroutine[Any, Any, T]], count: int) -> list[T | None]:
@@ -34,14 +35,11 @@ async def first_finished(calls: Iterable[Coroutine[Any, Any, T]], count: int) ->
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     finished: list[asyncio.Future[T]] = []
-    running = set(tasks)
+    for task in tasks:
+        task.add_done_callback(finished.append)
     try:
-        while len(finished) < count:
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            ended = [task for task in tasks if task in done]
-            for task in ended:
-                task.result()
-            finished += ended
+        for _, ended in zip(range(count), asyncio.as_completed(tasks), strict=False):
+            await ended
     finally:
         await end_all(tasks)
     kept = set(finished[:count])

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from msgspec import structs
 
+from actors.concurrency import end_all
 from streamrl.errors import RolloutError
 from streamrl.types import Completion, FinishReason, SamplingParams
 
@@ -48,10 +49,7 @@ class InFlightRequests(Generic[T]):
 
     async def cancel_all(self) -> None:
         """Cancels every request. Waits until all have ended."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(self._tasks)
 
 
 @asynccontextmanager

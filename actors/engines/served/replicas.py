@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
+from actors.concurrency import end_all
 from actors.engines.requests import nothing_sampled
 from actors.engines.served.engine import ServedEngine
 from streamrl.errors import RolloutError, TransportError, WeightTransferError
@@ -185,9 +186,7 @@ class ReplicatedEngine:
 
     async def close(self) -> None:
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
     def _choose(self, handle: CompletionHandle) -> Replica | None:
@@ -230,8 +229,7 @@ async def _load_while_up(engine: ServedEngine, update: WeightUpdate) -> LoadRepo
     try:
         await asyncio.wait((loading, engine.failed), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        loading.cancel()
-        await asyncio.wait([loading])
+        await end_all([loading])
     if loading.cancelled() and engine.failed.done():
         raise WeightTransferError(f"the server has failed in the load: {engine.failed.result()}")
     return loading.result()
