@@ -34,7 +34,7 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
                 final_version=config.run.max_steps,
                 run_name=config.run.name,
             )
-        case "redis" | "rediss" | "redis+sentinel" | "redis+cluster" | "rediss+cluster":
+        case _:
             require("buffer.url: redis://", "redis")
             from buffers.redis.client import RedisBuffer
 
@@ -45,11 +45,6 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
                 final_version=config.run.max_steps,
                 max_group_bytes=settings.max_group_bytes,
                 quarantine=config.run.path / "quarantine",
-            )
-        case _:
-            raise ConfigError(
-                f"buffer.url {settings.url} cannot be shared between processes; use "
-                "zmq://host:port or redis://host:port"
             )
 
 

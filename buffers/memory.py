@@ -1,4 +1,4 @@
-"""`memory://`: the buffer inside one process, for tests and for loops in a single process.
+"""The buffer inside one process, for tests and for loops of one's own; no `buffer.url` names it.
 
 Invariant: it keeps the promises of every backend (`tests/contract`); nothing outlasts the process.
 Groups are kept without encoding. All clients of one `MemoryBuffer` share its state; a learner's

@@ -4,10 +4,10 @@ client's side.
     request = [request id, request record, payload of a put]      DEALER -> ROUTER
     reply   = [request id, reply record, payloads of a take or fetch]
 
-`memory://` applies the records in process; `zmq://` encodes them as `streamrl.wire` envelopes. A
-payload is an encoded `PackedGroup`, which the server stores and returns without decoding it. Every
-request may be sent again after a lost reply: the ledger answers a repeated one the same way. A
-learner's term belongs to the client that attached.
+`buffers.memory` applies the records in process; `zmq://` encodes them as `streamrl.wire` envelopes.
+A payload is an encoded `PackedGroup`, which the server stores and returns without decoding it.
+Every request may be sent again after a lost reply: the ledger answers a repeated one the same way.
+A learner's term belongs to the client that attached.
 """
 
 import uuid

@@ -107,11 +107,6 @@ def prepare(
             prompts differ from those of the run to resume, or the daemons could not reach each
             other. The folder is then unchanged.
     """
-    if config.buffer.url.startswith("memory://"):
-        raise ConfigError(
-            f"buffer.url: was {config.buffer.url!r}, which lives in one process; a launch starts "
-            "several: use zmq://127.0.0.1:0 or redis://HOST"
-        )
     folder = config.run.path
     has_run = held_run(folder)
     if has_run and not (resume or new):

@@ -36,11 +36,16 @@ def require_places(url: str, *, needs_port: bool) -> None:
     for host, port in places_of(url):
         if not host or set(host) & set("@* "):
             raise ValueError(f"was {url!r}; it must look like {_form(url, needs_port)}")
-        if (port or needs_port) and not (port.isdecimal() and int(port) <= LARGEST_PORT):
+        if (port or needs_port) and not is_port(port):
             raise ValueError(
                 f"was {url!r}; its port must be a number from 0 to {LARGEST_PORT}: "
                 f"{_form(url, needs_port)}"
             )
+
+
+def is_port(text: str) -> bool:
+    """Whether it is a number from 0 to LARGEST_PORT; of one far longer Python makes none."""
+    return text.isdecimal() and len(text) <= len(str(LARGEST_PORT)) and int(text) <= LARGEST_PORT
 
 
 def _form(url: str, needs_port: bool) -> str:

@@ -60,8 +60,7 @@ class BufferSettings(Section):
 
     url: str = "zmq://127.0.0.1:0"
     """zmq://host:port (port 0: the launch picks one); redis://user@host, rediss://,
-    redis+sentinel://host,host/service, redis+cluster://host,host, rediss+cluster://; or
-    memory://."""
+    redis+sentinel://host,host/service, redis+cluster://host,host or rediss+cluster://."""
     password_file: Path | None = None
     """File with the Redis password; STREAMRL_REDIS_PASSWORD takes precedence."""
     max_staleness: MaxStaleness = 2
@@ -109,8 +108,7 @@ class BufferSettings(Section):
             raise ValueError(f"was {url!r}; it must start with {', '.join(_BUFFER_SCHEMES)}")
         if "password=" in url:
             raise ValueError(f"was {url!r}; a password belongs into {REDIS_PASSWORD}")
-        if not url.startswith("memory://"):
-            require_places(url, needs_port=url.startswith("zmq://"))
+        require_places(url, needs_port=url.startswith("zmq://"))
         return url
 
     @field_validator("lease_ttl_s")
@@ -176,6 +174,6 @@ class BufferSettings(Section):
 
 
 _BUFFER_SCHEMES = (
-    *("memory://", "zmq://", "redis://", "rediss://"),
+    *("zmq://", "redis://", "rediss://"),
     *("redis+sentinel://", "redis+cluster://", "rediss+cluster://"),
 )

@@ -1,5 +1,5 @@
-"""What an operation costs while 100 to 1,000,000 groups wait: in the ledger, in `memory://`, and in
-the thread of a buffer daemon that sees headers alone, as with `redis://`.
+"""What an operation costs while 100 to 1,000,000 groups wait: in the ledger, in `buffers.memory`,
+and in the thread of a buffer daemon that sees headers alone, as with `redis://`.
 
     PYTHONPATH=. python -m tests.benchmarks.buffer_growth [--profile JOURNAL]
 

@@ -450,12 +450,6 @@ def test_a_run_goes_on_with_its_own_rows_or_with_an_epoch_of_others(tmp_path):
     assert resumed().data.first_prompt_index == 0
 
 
-def test_a_launch_refuses_a_buffer_that_lives_in_one_process(tmp_path):
-    config = load_config(QUICKSTART, [f"run.folder={tmp_path}", "buffer.url=memory://"]).config
-    with pytest.raises(ConfigError, match=r"buffer\.url: was 'memory://'"):
-        prepare(config, resume=False, new=False)
-
-
 def test_two_ports_that_are_picked_are_two_that_no_connection_gets(tmp_path, monkeypatch):
     any_port = ["buffer.url=zmq://127.0.0.1:0", "weights.address=tcp://127.0.0.1:0"]
     config = load_config(QUICKSTART, [f"run.folder={tmp_path}", *any_port]).config

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from buffers.connect import connect, try_stats
 from buffers.zmq.client import ZmqBuffer
 from streamrl.config import RunConfig
-from streamrl.config.addresses import LARGEST_PORT, places_of
+from streamrl.config.addresses import is_port, places_of
 from streamrl.config.secrets import hide_password
 from streamrl.diagnosis import Reading
 from streamrl.diagnosis.reading import RunState, outcome, startup_s, state_of
@@ -124,7 +124,7 @@ def read_folder(config: RunConfig) -> Reading:
 def _place(url: str) -> tuple[str, int] | None:
     """Host and port; None for a URL without either, or with several of them."""
     (host, port), *others = places_of(url)
-    is_one = host and not others and port.isdecimal() and 0 < int(port) <= LARGEST_PORT
+    is_one = host and not others and is_port(port) and int(port) > 0
     return (host, int(port)) if is_one else None
 
 

@@ -31,11 +31,6 @@ def check_addresses(config: RunConfig) -> Iterator[Finding]:
     """Check the addresses where buffer and learner listen; those on other machines are checked
     there."""
     url, address = config.buffer.url, config.weights.address
-    if url.startswith("memory://"):
-        yield CONFIGURATION.problem(
-            f"buffer.url: was {url!r}, which lives in one process, and a run has several; use "
-            "zmq://127.0.0.1:0 or redis://HOST"
-        )
     if config.buffer.binds_url:
         yield from check_listening("buffer.url", url)
     yield from check_listening("weights.address", address)

@@ -70,7 +70,7 @@ def _require_listener(address: str) -> None:
         return
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(f"--ray: {_refusal(given, str(error))}") from None
 
 
