@@ -134,9 +134,8 @@ def require_shareable(model: PreTrainedModel, size: int, num_tensor: int = 1) ->
     """Raise ConfigError if `size` x `num_tensor` ranks cannot share the heads of this model, or if
     it carries state along tokens."""
     facts = facts_of(model.config.get_text_config())
-    if getattr(model, "_is_stateful", False) and not facts["layer_types"]:
-        facts = {**facts, "layer_types": ["recurrent ones"]}
-    require_shared_tokens(facts, size, num_tensor)
+    has_state = getattr(model, "_is_stateful", False)
+    require_shared_tokens(facts, size, num_tensor, has_state=has_state)
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,14 +113,15 @@ def require_liger(why_not: str | None) -> None:
         )
 
 
-def require_shared_tokens(facts: Facts, size: int, num_tensor: int = 1) -> None:
+def require_shared_tokens(facts: Facts, size: int, num_tensor: int = 1, *, has_state: bool) -> None:
     """Raise ConfigError if `size` x `num_tensor` ranks cannot share the heads of the model, or it
     carries state along tokens."""
     name, setting = facts.get("model_type"), f"learner.mesh.sequence: was {size}"
-    if others := sorted({*(facts.get("layer_types") or ())} - _ATTENTION_LAYERS):
+    others = sorted({*(facts.get("layer_types") or ())} - _ATTENTION_LAYERS)
+    if others or has_state:
         raise ConfigError(
             f"{setting}, which exchanges attention heads for tokens, and {name} has layers that "
-            f"are no attention ({', '.join(others)}): set it to 1"
+            f"are no attention ({', '.join(others) or 'recurrent ones'}): set it to 1"
         )
     if row := sorted(_ropes(facts).keys() & _ROPES_OF_THE_ROW):
         raise ConfigError(

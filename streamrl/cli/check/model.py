@@ -169,7 +169,8 @@ def _check_limits(config: RunConfig, facts: limits.Facts) -> Iterator[Finding]:
         setting = f"algorithm.router_replay: was {replay}"
         yield from MODEL.refusal(limits.require_experts, facts, setting)
     if mesh.sequence > 1:
-        yield from MODEL.refusal(limits.require_shared_tokens, facts, mesh.sequence, mesh.tensor)
+        require = partial(limits.require_shared_tokens, has_state=limits.carries_state(facts))
+        yield from MODEL.refusal(require, facts, mesh.sequence, mesh.tensor)
     if mesh.tensor > 1:
         yield from MODEL.refusal(limits.require_shared_matrices, facts, mesh.tensor)
 

@@ -74,6 +74,10 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
         r"learner\.mesh\.sequence: was 2, .* no attention \(linear_attention\): set it to 1",
     ),
     (
+        ["learner.mesh={sequence: 2}", TWO, "model.path=mamba"],
+        r"learner\.mesh\.sequence: was 2, .* no attention \(recurrent ones\): set it to 1",
+    ),
+    (
         ["learner.mesh={sequence: 2}", TWO, "model.path=sees"],
         r"learner\.mesh\.sequence: was 2; it must be 1 for a model that sees images",
     ),
