@@ -264,6 +264,12 @@ def reading(path: Path, setting: str = "") -> Iterator[None]:
         raise ConfigError(f"{owner}cannot read {path}: {reason}") from error
 
 
+def read_text(path: Path, setting: str = "") -> str:
+    """Of a file that a person has named, see `reading`."""
+    with reading(path, setting):
+        return path.read_text(encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class ErrorRecord:
     """A failure in one line; `origin` is equal for failures of the same kind."""

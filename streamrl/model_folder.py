@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from streamrl.errors import ConfigError, reading
+from streamrl.errors import ConfigError, read_text
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 VISION = frozenset({"qwen2_vl", "qwen2_5_vl"})
@@ -131,7 +131,7 @@ class ModelFolder:
         """The Jinja text, of all templates if there are several; "" if there is none."""
         file = self.path / "chat_template.jinja"
         named = self._read("tokenizer_config.json").get("chat_template")
-        return str(named or (file.read_text(encoding="utf-8") if file.is_file() else ""))
+        return str(named or (read_text(file, self.setting) if file.is_file() else ""))
 
     @cached_property
     def token_ids(self) -> Mapping[str, int]:
@@ -161,8 +161,7 @@ class ModelFolder:
     def _read(self, name: str) -> Mapping[str, Any]:
         file = self.path / name
         try:
-            with reading(file, self.setting):
-                content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            content = json.loads(read_text(file, self.setting)) if file.exists() else {}
         except ValueError as error:
             raise ConfigError(f"{self.setting}: {file} is not JSON: {error}") from error
         return content if isinstance(content, Mapping) else {}

@@ -40,7 +40,7 @@ from transformers.utils.chat_parsing.response_templates import (
 )
 
 from actors.rendering.chat_template import PROBED_TOOL, ChatTemplate, opened_thinking
-from streamrl.errors import ConfigError, did_you_mean
+from streamrl.errors import ConfigError, did_you_mean, read_text
 from streamrl.interfaces import Message, ToolSchema
 
 # Gemma 4, Magistral and Ministral, and Seed-OSS have their own.
@@ -438,9 +438,7 @@ def _load(choice: str) -> ResponseTemplate:
         raise ConfigError(f"data.tool_parser: was {choice!r}; PATH.json or {hint}")
     path = Path(choice)
     try:
-        return load_response_template(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"data.tool_parser: {path}: {error.strerror}") from error
+        return load_response_template(json.loads(read_text(path, "data.tool_parser")))
     except ValueError as error:
         raise ConfigError(
             f"data.tool_parser: {path} is no response template of transformers: {error}"

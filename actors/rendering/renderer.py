@@ -20,7 +20,7 @@ from actors.rendering.parsing import MessageParser
 from streamrl.config import RunConfig
 from streamrl.config.data import DataSettings
 from streamrl.config.model import ModelSettings
-from streamrl.errors import ConfigError, RolloutError
+from streamrl.errors import ConfigError, RolloutError, read_text
 from streamrl.interfaces import Message, Prompt, ToolSchema
 from streamrl.types import Media
 from streamrl.vision.parts import has_media, loaded, media_of
@@ -347,7 +347,4 @@ def _template(tokenizer: PreTrainedTokenizerBase, data: DataSettings) -> ChatTem
         case "native":
             return ChatTemplate(tokenizer) if tokenizer.chat_template else None
         case Path() as path:
-            try:
-                return ChatTemplate(tokenizer, path.read_text(encoding="utf-8"))
-            except OSError as error:
-                raise ConfigError(f"data.chat_template: {path}: {error.strerror}") from error
+            return ChatTemplate(tokenizer, read_text(path, "data.chat_template"))

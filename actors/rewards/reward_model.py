@@ -32,7 +32,7 @@ from actors.engines.model import device_of
 from actors.rendering.chat_template import rendered
 from actors.rewards.forms import conversation
 from streamrl.config.section import Device, Dtype, NotNegative, Positive, Section
-from streamrl.errors import ConfigError, RolloutError, reading
+from streamrl.errors import ConfigError, RolloutError, read_text
 from streamrl.interfaces import Episode
 
 _CAUSAL = """
@@ -152,8 +152,7 @@ class RewardModel:
         self._threads = Threads("reward model")
         self._template: str | None = None
         if isinstance(settings.chat_template, Path):
-            with reading(settings.chat_template, "chat_template"):
-                self._template = settings.chat_template.read_text(encoding="utf-8")
+            self._template = read_text(settings.chat_template, "chat_template")
         self._is_padded = may_be_padded(_checked(settings))
 
     async def score(self, episodes: Sequence[Episode]) -> list[float]:

@@ -21,7 +21,7 @@ import yaml
 from actors.concurrency import Threads
 from actors.tools import ToolError, ToolSession, name_of
 from streamrl.config.generator import CallLimits, ToolSettings
-from streamrl.errors import ConfigError, RolloutError
+from streamrl.errors import ConfigError, RolloutError, read_text
 from streamrl.interfaces import ToolSchema
 from streamrl.user_code import attributed_to, load_user_code
 
@@ -59,9 +59,7 @@ def read_schema(given: Mapping[str, Any] | Path, setting: str) -> ToolSchema:
     place = f"{setting}: {given}" if isinstance(given, Path) else setting
     if isinstance(given, Path):
         try:
-            given = yaml.safe_load(given.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{place}: {error.strerror}") from error
+            given = yaml.safe_load(read_text(given, setting))
         except yaml.YAMLError as error:
             raise ConfigError(f"{place}: is neither YAML nor JSON: {error}") from error
     given = given.get("tool_schema", given) if isinstance(given, Mapping) else given

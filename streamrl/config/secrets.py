@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from streamrl.errors import ConfigError, reading
+from streamrl.errors import ConfigError, read_text
 
 REDIS_PASSWORD = "STREAMRL_REDIS_PASSWORD"
 HIDDEN = "***"
@@ -61,8 +61,7 @@ def read_password(file: Path | None) -> str:
         return password
     if file is None:
         return ""
-    with reading(file, "buffer.password_file"):
-        password = file.read_text(encoding="utf-8").rstrip("\r\n")
+    password = read_text(file, "buffer.password_file").rstrip("\r\n")
     if not password:
         raise ConfigError(f"buffer.password_file: {file} is empty")
     return password

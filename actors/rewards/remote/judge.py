@@ -16,7 +16,7 @@ from actors.rewards.answers import answer_part
 from actors.rewards.forms import conversation, gold_of
 from actors.rewards.remote.http import Service, ServiceSettings
 from streamrl.config.section import Positive
-from streamrl.errors import ConfigError, RolloutError, reading
+from streamrl.errors import ConfigError, RolloutError, read_text
 from streamrl.interfaces import Episode
 
 PROMPT = """Judge how well the response answers the prompt.
@@ -100,8 +100,7 @@ class Judge:
         self._service = Service(settings)
         self._prompt = settings.prompt
         if "\n" not in settings.prompt and settings.prompt.endswith((".txt", ".md")):
-            with reading(Path(settings.prompt), "prompt"):
-                self._prompt = Path(settings.prompt).read_text(encoding="utf-8")
+            self._prompt = read_text(Path(settings.prompt), "prompt")
 
     async def score(self, episode: Episode) -> float:
         """Waits for the judge. A RolloutError if it does not answer, or gives no score."""

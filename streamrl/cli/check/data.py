@@ -32,7 +32,7 @@ from streamrl.config.data import DataSettings, RewardSettings, SourceSettings
 from streamrl.config.environments import EnvironmentEntry
 from streamrl.config.model import NOTHING_TO_TEACH
 from streamrl.data_files import has_rows, shown
-from streamrl.errors import ConfigError, RolloutError, StreamRLError, did_you_mean, reading
+from streamrl.errors import ConfigError, RolloutError, StreamRLError, did_you_mean, read_text
 from streamrl.extras import not_installed, require
 from streamrl.findings import DATA, Finding
 from streamrl.interfaces import Prompt, PromptSource, ToolSchema
@@ -198,7 +198,7 @@ def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     """Check the training prompts, the held-out ones if they are scored, and the template."""
     template = config.data.chat_template
     if isinstance(template, Path):
-        yield from DATA.refusal(_require_text, "data.chat_template", template)
+        yield from DATA.refusal(read_text, template, "data.chat_template")
     for entry in config.entries:
         own = config.model_copy(update={"data": entry.data})
         source = entry.data.source
@@ -467,7 +467,9 @@ def _template(config: RunConfig) -> str:
         case "none":
             return ""
         case Path() as path:
-            return path.read_text(encoding="utf-8") if path.is_file() else ""
+            with suppress(ConfigError):  # It is refused already.
+                return read_text(path)
+            return ""
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
     return folder.chat_template if folder is not None and config.model.missing is None else ""
 
@@ -509,11 +511,6 @@ def _check_gym(data: DataSettings, name: str) -> Iterator[Finding]:
 
 
 _GYM_NAME = re.compile(r"""DATASET_NAME\s*=\s*["'](\w+)["']""")
-
-
-def _require_text(setting: str, path: Path) -> None:
-    with reading(path, setting):
-        path.read_text(encoding="utf-8")
 
 
 def _size(prompts: PromptSource) -> int | None:

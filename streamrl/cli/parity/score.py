@@ -26,7 +26,7 @@ from learners.trainer import Trainer
 from streamrl import wire
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
-from streamrl.errors import ConfigError, did_you_mean, reading
+from streamrl.errors import ConfigError, did_you_mean, read_text, reading
 from streamrl.types import FinishReason, ParitySamples, Trajectory, TrajectoryGroup
 from streamrl.types.ranges import TokenId
 
@@ -121,8 +121,7 @@ def _read(file: Path, max_tokens: int) -> Iterator[Trajectory]:
     Raises:
         ConfigError: the file cannot be read, or a line is not as it must be.
     """
-    with reading(file, "--score"):
-        lines = file.read_text().removesuffix("\n").split("\n")
+    lines = read_text(file, "--score").removesuffix("\n").split("\n")
     for number, line in enumerate([] if lines == [""] else lines, 1):
         where = f"{file}:{number}"
         try:

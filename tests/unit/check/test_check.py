@@ -62,6 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tests))
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("def score(:\n")
+    (tmp_path / "latin.jinja").write_bytes("é".encode("latin-1"))
     return tmp_path
 
 
@@ -223,6 +224,7 @@ TRAPS = [
     (["data.source=own.py:Prompts"], r"data\.source: own\.py has no function 'Prompts'"),
     (["data.source=reasoning_gym:chain_smu"], r"data\.source: .*did you mean 'chain_sum'"),
     (["data.chat_template=no.jinja"], r"data\.chat_template: cannot read no\.jinja: No such file"),
+    (["data.chat_template=latin.jinja"], r"data\.chat_template: latin\.jinja is not UTF-8"),
     (["data.reward=nowhere.py:score"], r"data\.reward: there is no file nowhere\.py"),
     (["data.reward=own.py:scroe"], r"data\.reward: own\.py has no function 'scroe'; did.*'score'"),
     (["data.reward=broken.py:score"], r"data\.reward: broken\.py: SyntaxError"),

@@ -317,7 +317,11 @@ class TestRefusals:
             ({"tool": "OWN:add", "kwargs": {"a": 1}}, r"tools.0.kwargs: was .* is a function"),
             ({"tool": "OWN:add", "function_schema": {"a": 1}}, r"function_schema: is no function"),
             ({"tool": "OWN:Bare", "function_schema": {"name": "f"}}, r"class has no method call"),
-            ({"tool": "OWN:add", "function_schema": "x.yaml"}, r"x.yaml: No such file"),
+            (
+                {"tool": "OWN:add", "function_schema": "x.yaml"},
+                r"cannot read x\.yaml: No such",
+            ),
+            ({"tool": "OWN:add", "function_schema": "OWN.txt"}, r"OWN\.txt is not UTF-8"),
             ({"tool": "python", "kwargs": {"memory": 1}}, r"python has no limit 'memory'"),
             (
                 {"tool": "python", "kwargs": {"isolation": "landlok"}},
@@ -328,7 +332,11 @@ class TestRefusals:
         ],
     )
     def test_what_is_no_tool(self, own: Path, settings: dict[str, Any], sentence: str) -> None:
-        given = {**settings, "tool": settings["tool"].replace("OWN", str(own))}
+        Path(f"{own}.txt").write_bytes("é".encode("latin-1"))
+        given = {
+            name: value.replace("OWN", str(own)) if isinstance(value, str) else value
+            for name, value in settings.items()
+        }
         generator = GeneratorSettings(tools=(given,))
         with pytest.raises(ConfigError, match=sentence.replace("OWN", str(own))):
             Toolset(make_sources(generator))

@@ -19,7 +19,7 @@ from streamrl.config.loading.foreign_names.values import computed
 from streamrl.config.loading.load import with_setting
 from streamrl.config.loading.sources import Loader, Setting, fault, parse
 from streamrl.config.section import leaves, overlaid
-from streamrl.errors import ConfigError, reading
+from streamrl.errors import ConfigError, read_text
 
 Tree = Mapping[str, Any]
 _OVERRIDE = re.compile(r"\+*([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
@@ -48,22 +48,17 @@ def read_keys(path: Path, default: Callable[[str], Any]) -> tuple[dict[str, Any]
             "script (.sh) that starts it"
         )
     missing: list[str] = []
-    tree = _script(_text(path)) if path.suffix == ".sh" else _yaml(path, missing)
+    tree = _script(read_text(path)) if path.suffix == ".sh" else _yaml(path, missing)
     if not tree:
         raise ConfigError(f"{path}: has no settings; give a YAML file, or a shell script (.sh)")
     return dict(leaves(_filled(tree, (), tree, default))), missing
-
-
-def _text(path: Path) -> str:
-    with reading(path):
-        return path.read_text(encoding="utf-8")
 
 
 def _yaml(path: Path, missing: list[str], within: tuple[Path, ...] = ()) -> Tree:
     """The values of the file, which override those of its `defaults`, except the ones listed after
     `_self_`; `within` are the files whose defaults it is part of."""
     try:
-        tree = yaml.load(_text(path), Loader=Loader)
+        tree = yaml.load(read_text(path), Loader=Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {fault(error)}") from error
     if not isinstance(tree, dict):
@@ -104,7 +99,7 @@ def _of(
     within = (*within, path)
     if any(map(found.samefile, within)):
         raise ConfigError(f"{path}: defaults: {file} is the file itself, or includes it")
-    is_global = "# @package _global_" in _text(found)
+    is_global = "# @package _global_" in read_text(found)
     keys = [] if is_global else (package or file.rpartition("/")[0].replace("/", ".")).split(".")
     keys = [key for key in keys if key and not key.startswith("_")]
     return reduce(lambda below, key: {key: below}, reversed(keys), _yaml(found, missing, within))
