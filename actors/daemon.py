@@ -90,10 +90,6 @@ def prepare(config: RunConfig) -> None:
     Raises:
         ConfigError: the model of `model.recipe` has not been made.
     """
-    if config.model.missing is not None:
-        raise ConfigError(
-            f"model.path: there is no {config.model.path}; `streamrl get-model --config "
-            "CONFIG` makes it of model.recipe"
-        )
+    config.model.require_made()
     if config.generator.num_threads:
         torch.set_num_threads(config.generator.num_threads)

@@ -67,6 +67,7 @@ async def train(config: RunConfig, shutdown: Shutdown) -> None:
     """Train until the run is over or a signal comes."""
     with shutdown.empty_handed():
         _require_port(config.weights)
+        config.model.require_made()
         require_algorithm(config.algorithm)
         _warn_of_truncation(config.generator)
         if config.learner.num_threads:

@@ -13,6 +13,7 @@ from streamrl.config.section import (
     Probability,
     Section,
 )
+from streamrl.errors import ConfigError
 from streamrl.user_code import check_user_code, is_user_code
 
 NOTHING_TO_TEACH = (
@@ -81,3 +82,11 @@ class ModelSettings(Section):
     def missing(self) -> RecipeSettings | None:
         """`recipe` if the model has yet to be made from it, otherwise None."""
         return None if Path(self.path).exists() else self.recipe
+
+    def require_made(self) -> None:
+        """Raise ConfigError if it is still to be made from `recipe`."""
+        if self.missing is not None:
+            raise ConfigError(
+                f"model.path: there is no {self.path}; `streamrl get-model --config CONFIG` makes "
+                "it of model.recipe"
+            )

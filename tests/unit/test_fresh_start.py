@@ -68,3 +68,12 @@ async def test_the_buffer_of_a_run_takes_only_one_that_is_to_resume(tmp_path, bu
     assert not any((tmp_path / "run").iterdir())
     await start(tmp_path, "auto", buffer)
     assert (await buffer.stats()).books.learner_term == 2
+
+
+async def test_a_learner_whose_model_is_still_to_be_made_says_so(tmp_path):
+    config = make_config(
+        model={"path": str(tmp_path / "none"), "recipe": {}},
+        weights={"address": f"tcp://127.0.0.1:{free_port()}"},
+    )
+    with pytest.raises(ConfigError, match=r"there is no .*none; `streamrl get-model --config CONF"):
+        await daemon.train(config, Shutdown())
