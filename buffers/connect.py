@@ -7,7 +7,7 @@ case in `connect`.
 import asyncio
 
 from streamrl.config import RunConfig
-from streamrl.errors import ConfigError, StreamRLError
+from streamrl.errors import StreamRLError
 from streamrl.extras import require
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.types import BufferStats
@@ -22,11 +22,6 @@ def connect(config: RunConfig) -> TrajectoryBuffer:
         case "zmq":
             from buffers.zmq.client import ZmqBuffer
 
-            if settings.url.endswith(":0"):
-                raise ConfigError(
-                    f"buffer.url {settings.url} has port 0, which only `streamrl launch` resolves; "
-                    "daemons started on their own need a port they agree on"
-                )
             return ZmqBuffer(
                 settings.url,
                 deadline_s=settings.deadline_s,

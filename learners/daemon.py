@@ -35,10 +35,10 @@ from streamrl.algorithms.objective import require_algorithm
 from streamrl.checkpoints.find import checkpoints_of, require_new_run, require_steps_left
 from streamrl.checkpoints.history import History, survives
 from streamrl.config import RunConfig
+from streamrl.config.addresses import require_port
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.loading.load import config_file
-from streamrl.config.weights import WeightSettings
-from streamrl.errors import ConfigError, UnreachableBufferError
+from streamrl.errors import UnreachableBufferError
 from streamrl.interfaces import TrajectoryBuffer
 from streamrl.run_folder import require_own_folder
 from streamrl.shutdown import Shutdown
@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
 async def train(config: RunConfig, shutdown: Shutdown) -> None:
     """Train until the run is over or a signal comes."""
     with shutdown.empty_handed():
-        _require_port(config.weights)
+        require_port("weights.address", config.weights.address)
         config.model.require_made()
         require_algorithm(config.algorithm)
         _warn_of_truncation(config.generator)
@@ -244,14 +244,6 @@ def _make_sender(config: RunConfig, policy: Policy, history: History) -> WeightS
         )
     log.info("announcing %.1f MB of weights at %s", layout.num_bytes / 1e6, sender.address)
     return sender
-
-
-def _require_port(weights: WeightSettings) -> None:
-    if weights.address.endswith(":0"):
-        raise ConfigError(
-            f"weights.address {weights.address} has port 0, which only `streamrl launch` "
-            "resolves; daemons started on their own need a port they agree on"
-        )
 
 
 def _warn_of_truncation(generator: GeneratorSettings) -> None:

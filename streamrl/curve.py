@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from streamrl.config.addresses import family_of, host_of, lacks_keys
+from streamrl.config.addresses import family_of, host_of, lacks_keys, require_port
 from streamrl.durable_files import open_private
 from streamrl.errors import ConfigError
 
@@ -86,7 +86,8 @@ def set_client_keys(
     socket: "zmq.Socket[Any]", url: str, folder: Path | None, setting: str = "buffer.url"
 ) -> None:
     """Set the keys of a client's unconnected socket for the URL in `setting`, and the address
-    family of the URL."""
+    family of the URL. Raises ConfigError if it has no port, or needs keys and there are none."""
+    require_port(setting, url)
     choose_family(socket, url)
     if why := lacks_keys(setting, url, folder):
         raise ConfigError(why)

@@ -16,7 +16,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator
 
-from streamrl.errors import nearest
+from streamrl.errors import ConfigError, nearest
 
 LARGEST_PORT = 65_535
 # Below those that systems give to connections, and to whoever listens anywhere, such as srun.
@@ -80,6 +80,15 @@ def host_of(url: str) -> str:
 def port_of(url: str) -> int:
     """The port of scheme://host:port; 0 if it is yet to be picked."""
     return int(url.rpartition(":")[2])
+
+
+def require_port(setting: str, address: str) -> None:
+    """Raise ConfigError if the port of the address is still to be picked."""
+    if not port_of(address):
+        raise ConfigError(
+            f"{setting} {address} has port 0, which only `streamrl launch` resolves; daemons "
+            "started on their own need a port they agree on"
+        )
 
 
 def url_host(host: str) -> str:

@@ -44,7 +44,7 @@ async def test_the_url_chooses_the_backend(tmp_path, url, kind):
     await buffer.close()
 
 
-def test_a_backend_that_is_not_there_is_refused(tmp_path):
+async def test_a_backend_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="must start with zmq://, redis://"):
         configured(tmp_path, "memory://")
     with pytest.raises(ConfigError, match="only `streamrl launch` resolves"):

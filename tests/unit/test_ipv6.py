@@ -36,8 +36,9 @@ def test_a_client_with_keys_reaches_its_server(tmp_path):
         keys.configure(server)
         server.bind(url)
         with zmq.Context.instance().socket(zmq.REQ) as client:
-            set_client_keys(client, url, tmp_path / "keys")
-            client.connect(server.getsockopt_string(zmq.LAST_ENDPOINT))
+            bound = server.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+            set_client_keys(client, bound, tmp_path / "keys")
+            client.connect(bound)
             client.send(b"question")
             assert server.poll(5000)
             client.setsockopt(zmq.LINGER, 0)

@@ -31,6 +31,7 @@ SHORT = {
     "one half of what actors and learners do, which don't see each other": (
         "actors/parity learners/parity"
     ),
+    "where a plug-in is chosen": "buffers/connect",
 }
 """Modules of fewer lines, by the reason; a path ends with one of these."""
 

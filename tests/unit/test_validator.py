@@ -21,6 +21,7 @@ from tests.waiting import until
 
 def make_config(folder: Path, **validation: object) -> RunConfig:
     given = {"model": {"path": "m"}, "data": {"source": "copy"}, "validation": validation}
+    given["weights"] = {"address": "tcp://127.0.0.1:9"}
     return RunConfig.model_validate({"run": {"folder": str(folder)}, **given})
 
 
@@ -50,9 +51,7 @@ async def test_the_version_that_a_run_begins_with_is_validated_if_asked_for(
 
 def test_what_was_extracted_votes_and_where_nothing_was_the_whole_turn():
     """With what the chat template has begun of it: no number of a thought votes."""
-    config = RunConfig.model_validate(
-        {"model": {"path": "m"}, "data": {"source": "copy", "reward": "numeric_answer"}}
-    )
+    config = make_config(Path("runs"))
     texts = iter(["so 7, or 9", "6 or 9 "])
     renderer = SimpleNamespace(decode=lambda _: next(texts))
     own = SimpleNamespace(renderer=renderer, prefill=lambda _, num_turns: "<think>" * num_turns)

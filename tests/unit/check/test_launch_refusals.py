@@ -262,7 +262,7 @@ SAID: Mapping[str, str] = {
         actors/rewards/__init__ actors/rewards/remote/http
         actors/rewards/remote/judge actors/rewards/reward_model actors/sandbox/sandbox
         actors/tools/builtin actors/tools/functions actors/tools/toolset
-        buffers/connect buffers/redis/connection buffers/redis/memory_limit buffers/redis/topology
+        buffers/redis/connection buffers/redis/memory_limit buffers/redis/topology
     """,
     "check looks at the same itself: `REFUSED`, and the traps of test_check.py": """
         actors/daemon actors/gateway/server actors/make_model
@@ -274,7 +274,7 @@ SAID: Mapping[str, str] = {
 LATER: Mapping[str, str] = {
     "of a command, or of a daemon that is started by hand": """
         actors/evaluation actors/parity actors/validation buffers/daemon
-        learners/checkpoints/export learners/daemon learners/executor/place learners/replay
+        learners/checkpoints/export learners/executor/place learners/replay
     """,
     "what an engine, its server or vLLM's platform says of its arguments": """
         actors/engines/hf/engine actors/engines/served/open actors/engines/sglang/server

@@ -194,6 +194,11 @@ async def test_off_loopback_both_ends_need_keys():
         WeightReceiver("tcp://10.0.0.1:5", "a", Generator("tcp://127.0.0.1:9", "b").load)
 
 
+async def test_a_receiver_needs_the_port_that_a_launch_has_picked():
+    with pytest.raises(ConfigError, match=r"^weights\.address tcp://\S+:0 has port 0, which only"):
+        WeightReceiver("tcp://127.0.0.1:0", "a", Generator("tcp://127.0.0.1:9", "b").load)
+
+
 async def test_a_receiver_goes_on_after_messages_that_are_none(caplog):
     """A hostile sender: who took the learner's port, where there are no keys."""
     context = zmq.asyncio.Context.instance()
