@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -31,6 +32,7 @@ from streamrl.config import RunConfig, load_config
 from streamrl.config.addresses import family_of, host_of, port_of
 from streamrl.config.environments import SourceRows
 from streamrl.errors import (
+    PARENT_VARIABLE,
     ConfigError,
     FencedError,
     Interrupted,
@@ -352,6 +354,24 @@ def test_a_second_launch_of_a_run_is_refused(tmp_path, capsys, monkeypatch, opti
         "another run.name\n"
     )
     assert (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_launch_waits_for_what_one_that_was_killed_has_started(tmp_path, capsys):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / ".launches").mkdir()
+    lock = tmp_path / ".launches" / "run"
+    lock.write_text(f"process {gone.pid} of {socket.gethostname()}")
+    environment = {**os.environ, PARENT_VARIABLE: str(gone.pid)}
+    daemon = subprocess.Popen(["sleep", "60"], env=environment)
+    # Reaps it, as the system does with one whose parent is gone.
+    threading.Timer(0.2, lambda: (daemon.kill(), daemon.wait())).start()
+    with sole_launch(tmp_path / "run", orphans_s=60.0):
+        assert daemon.returncode == -signal.SIGKILL
+        assert lock.read_text() == f"process {os.getpid()} of {socket.gethostname()}"
+    assert lock.read_text() == ""
+    assert f"the end of what it has started ({daemon.pid}), 60 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("state", ["", "metrics.jsonl", "checkpoints", "buffer"])

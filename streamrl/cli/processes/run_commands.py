@@ -27,8 +27,9 @@ from streamrl.cli.report import reported
 from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.durable_files import is_locked, write_file
-from streamrl.errors import ConfigError, StreamRLError
+from streamrl.errors import PARENT_VARIABLE, ConfigError, StreamRLError
 from streamrl.run_folder import prepare, read_books
+from streamrl.service import processes_with
 from streamrl.tracking.jsonl import TRAINED_FILE, read_lines, read_validations
 
 _LOCKS = ".launches"
@@ -36,9 +37,11 @@ _POLL_S = 1.0
 
 
 @contextmanager
-def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
+def sole_launch(folder: Path, wait_s: float = 0.0, orphans_s: float = 0.0) -> Iterator[None]:
     """Lock the run in this folder for the block. Waits at most `wait_s` for another launch to end:
-    a file server keeps the lock of a lost machine for a while.
+    a file server keeps the lock of a lost machine for a while. Then waits at most `orphans_s` for
+    the processes of a launch that was killed here: they still write to the folder, and hold
+    addresses and devices.
 
     Raises:
         ConfigError: another launch of it is under way, or the lock cannot be written.
@@ -55,9 +58,13 @@ def sole_launch(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
         raise ConfigError(f"run.folder: cannot write {file}: {error.strerror}") from error
     try:
         _lock(descriptor, folder, wait_s)
+        _await_orphans(descriptor, folder, orphans_s)
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
-        yield
+        try:
+            yield
+        finally:
+            os.truncate(descriptor, 0)
     finally:
         os.close(descriptor)
 
@@ -79,9 +86,30 @@ def _lock(descriptor: int, folder: Path, wait_s: float) -> None:
     raise ConfigError(f"{_held(descriptor, folder)}: stop it, or choose another run.name")
 
 
+def _await_orphans(descriptor: int, folder: Path, wait_s: float) -> None:
+    """The name of the launch that has begun them is still in the file."""
+    launch, _, host = _holder(descriptor).removeprefix("process ").partition(" of ")
+    if host != socket.gethostname() or Path(f"/proc/{launch}").exists():
+        return
+    until_s, is_said = time.monotonic() + wait_s, False
+    while time.monotonic() < until_s and (pids := processes_with(PARENT_VARIABLE, launch.__eq__)):
+        if not is_said:
+            print(
+                f"run.name: process {launch}, a launch of {folder}, was killed; waiting for the "
+                f"end of what it has started ({', '.join(map(str, sorted(pids)))}), {wait_s:g} s "
+                "at most",
+                file=sys.stderr,
+            )
+        is_said = True
+        time.sleep(_POLL_S)
+
+
 def _held(descriptor: int, folder: Path) -> str:
-    other = os.pread(descriptor, 300, 0).decode(errors="replace")
-    return f"run.name: {other} is a launch of {folder} already"
+    return f"run.name: {_holder(descriptor)} is a launch of {folder} already"
+
+
+def _holder(descriptor: int) -> str:
+    return os.pread(descriptor, 300, 0).decode(errors="replace")
 
 
 def call_for(
@@ -121,7 +149,7 @@ def launching(
     `wait_s` is for `sole_launch`, the arguments before it are for `prepare`.
     """
     resume, new = arguments.resume, arguments.new
-    with sole_launch(config.run.path, wait_s):
+    with sole_launch(config.run.path, wait_s, config.stop_within_s):
         mirror = mirror_of(config, arguments, console)
         checkpoint = require_steps_to_launch(config, resume=resume, new=new)
         if checkpoint is not None and checkpoint.policy_version == config.run.max_steps:
