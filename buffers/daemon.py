@@ -4,15 +4,18 @@
     redis://   both are in Redis; another daemon may take over from there
 
 The daemon continues where its journal ends, and waits while the journal cannot be opened (a full
-disk). It ends after a signal, or when the run has ended and every generator has left. If its
-launcher dies, all daemons drain; the buffer ends after the others, which need it for that. At the
-end it writes its stats to `books.json` in the run's folder.
+disk). It ends after a signal or, unless a launcher has started it, when the run has ended and every
+generator has left. A launcher ends it after the others: a learner that is killed at its end is
+started again and needs the buffer. If the launcher dies, all daemons drain; the buffer ends after
+the others, which need it for that. At the end it writes its stats to `books.json` in the run's
+folder.
 """
 
 import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -30,7 +33,13 @@ from streamrl import service
 from streamrl.config import RunConfig
 from streamrl.config.addresses import places_of, url_host
 from streamrl.config.loading.load import configuration
-from streamrl.errors import ConfigError, HandedOverError, StorageError, StreamRLError
+from streamrl.errors import (
+    PARENT_VARIABLE,
+    ConfigError,
+    HandedOverError,
+    StorageError,
+    StreamRLError,
+)
 from streamrl.extras import require
 from streamrl.run_folder import write_books
 from streamrl.shutdown import Shutdown
@@ -78,7 +87,7 @@ async def _serve_from_disk(
         with service.binding("buffer.url", url):
             server = await asyncio.to_thread(_server, config, state, url, open_journal, exported)
         log.info("serving at %s", server.url)
-        return await asyncio.to_thread(server.serve, stop, until_complete=True)
+        return await asyncio.to_thread(server.serve, stop, until_complete=not _is_launched())
 
 
 async def serve_from_redis(
@@ -132,7 +141,8 @@ async def _serve_term(
     try:
         url, open_journal = address_beside(config.buffer.url), partial(_recovered, journal, config)
         server = await asyncio.to_thread(_server, config, state, url, open_journal, exported)
-        serving = asyncio.create_task(asyncio.to_thread(server.serve, ended, until_complete=True))
+        serve = partial(server.serve, ended, until_complete=not _is_launched())
+        serving = asyncio.create_task(asyncio.to_thread(serve))
         try:
             await _unless(stop, leadership.announce(server.url, server.key))
             log.info("serving at %s", server.url)
@@ -217,6 +227,10 @@ def _server(
         if exported.is_on
         else None,
     )
+
+
+def _is_launched() -> bool:
+    return PARENT_VARIABLE in os.environ
 
 
 async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:

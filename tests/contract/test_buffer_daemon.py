@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import resource
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from streamrl.cli.main import main
 from streamrl.config import load_config
 from streamrl.curve import make_keys
 from streamrl.errors import (
+    PARENT_VARIABLE,
     ConfigError,
     CorruptMessageError,
     LostMemoryError,
@@ -373,6 +375,25 @@ async def test_a_buffer_of_an_ended_run_waits_for_somebody_to_come(daemon: Daemo
     await learner.heartbeat(status(is_leaving=True))
     assert not (await learner.attach(0, None)).finished
     await learner.close()
+
+
+async def test_a_learner_that_is_killed_as_a_launch_ends_finds_the_buffer_again(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+):
+    daemon.kill()
+    monkeypatch.setenv(PARENT_VARIABLE, str(os.getpid()))
+    daemon.start()
+    learner, again = daemon.client(), daemon.client()
+    await learner.attach(0, None)
+    await learner.finish()
+    assert daemon.process is not None
+    with pytest.raises(subprocess.TimeoutExpired):
+        await asyncio.to_thread(daemon.process.wait, 2.0)
+    await again.attach(0, None)
+    await again.finish()
+    assert daemon.end() == 0
+    await learner.close()
+    await again.close()
 
 
 def test_an_audit_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -135,7 +135,8 @@ async def _stop_in_order(
     last = [c for c in children if c.role == "buffer" and c.state != "starting"]
     waves = ([c for c in children if c not in last], last)
     for wave in waves:
-        ends_by_itself = learner_ended and all(c.state in ("running", "done") for c in wave)
+        is_running = all(c.state in ("running", "done") for c in wave)
+        ends_by_itself = learner_ended and is_running and wave is not last
         tasks = {supervised[child.role] for child in wave}
         if not tasks:
             continue
