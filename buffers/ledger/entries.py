@@ -449,13 +449,14 @@ class Entries:
     def reconcile(self, books: Books) -> None:
         """Go back from a later state to the books of a learner's checkpoint.
 
-        What is finished in the books is acknowledged here, too. Every other prompt without an open
-        entry is free again: its later events belong to steps that the checkpoint does not contain.
+        What is finished in the books is acknowledged here, too, unless it is TRAINED still. Every
+        other prompt without an open entry is free again: its later events belong to steps that the
+        checkpoint does not contain.
         """
         unfinished = set(books.open_prompt_indices)
         unfinished.update(range(books.next_prompt_index, self._next_prompt_index))
         for entry in self:
-            if entry.prompt_index not in unfinished:
+            if entry.prompt_index not in unfinished and entry.state is not State.TRAINED:
                 self.acknowledge(entry, by_books=True)
         free, was_free = unfinished - self._entries.keys(), set(self._free)
         for prompt_index in sorted(was_free - unfinished):

@@ -319,12 +319,15 @@ class Ledger:
 
         What was trained at versions <= `version` is acknowledged; what was taken, or trained later,
         is buffered again. With the `books` of its checkpoint, what is finished there is finished
-        here, and every other prompt is open or will be granted again.
+        here, and every other prompt is open or will be granted again. A learner that attaches
+        again need not have a checkpoint of its version: what it has trained stays trained.
         """
         is_older = books is not None and not self.entries.follows(books, self.learner_term)
-        self._settle(version)
-        self._give_back()
-        if books is not None and (is_older or self.version < version):
+        is_lost = is_older or self.version < version
+        if is_lost or not learner_id or learner_id != self.learner_id:
+            self._settle(version)
+        self._give_back(newer_than=version)
+        if books is not None and is_lost:
             self.entries.adopt(books)
         elif books is not None:
             self.entries.reconcile(books)
@@ -509,11 +512,11 @@ class Ledger:
             for prompt_index in self._trained.pop(trained):
                 self.entries.acknowledge(self.entries[prompt_index])
 
-    def _give_back(self) -> None:
-        """Buffer again what is taken or trained."""
-        prompt_indices = list(chain(*self._lent.values(), *self._trained.values()))
+    def _give_back(self, newer_than: int) -> None:
+        """Buffer again what is taken, or trained at a newer version."""
+        undone = [self._trained.pop(v) for v in tuple(self._trained) if v > newer_than]
+        prompt_indices = list(chain(*self._lent.values(), *undone))
         self._lent.clear()
-        self._trained.clear()
         for prompt_index in prompt_indices:
             self._make_ready(self.entries[prompt_index])
 

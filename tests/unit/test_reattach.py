@@ -6,7 +6,7 @@ import pytest
 
 from buffers.ledger.ledger import Ledger
 from learners.session import books_with
-from streamrl.types import Books, DropReason, Lease, ranges_of
+from streamrl.types import Books, DropReason, Lease, ranges_of, replace
 from tests.records import make_header
 
 
@@ -109,3 +109,25 @@ def test_a_diverged_copy_at_the_same_version_takes_the_learners_books(has_attach
     assert books.balanced
     assert books.dropped == {DropReason.STALE: 1}
     assert (books.next_prompt_index, books.open_prompt_indices) == (3, ())
+
+
+def test_a_learner_that_attaches_again_frees_no_step_that_no_checkpoint_has():
+    """As after a payload was lost: what it has trained since its last checkpoint is kept for the
+    learner that goes on from there."""
+    ledger = Ledger(groups_per_step=1, max_staleness=1)
+    ledger.attach(0, Books(), "first")
+    for version in (0, 1):
+        _put(ledger, f"s/{version}", version)
+        ledger.take(1, version, 1)
+        ledger.advance(version + 1, 1)
+        ledger.acknowledge(1, 1)
+    _put(ledger, "s/2", 2)
+    ledger.take(1, 2, 1)
+    assert ledger.attach(2, ledger.books(), "first") == 2
+    books = ledger.books()
+    assert (books.acknowledged, books.trained, books.taken, books.buffered) == (1, 1, 0, 1)
+    saved = deepcopy(ledger)
+    saved.acknowledge(2, 2)
+    assert saved.books().acknowledged == 2
+    ledger.attach(1, replace(books, trained=0, leased=1, open_ranges=((1, 3),)), "second")
+    assert [header.prompt_index for header in ledger.take(1, 1, 3)] == [1]
