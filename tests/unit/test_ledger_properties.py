@@ -51,7 +51,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.settings = settings
         self.steered_bound = 0
         self.ledger = CountedLedger(**self.settings)
-        self.learner_term = self.ledger.attach(0)
+        self.learner_term = self.ledger.attach(0, None, "learner 0")
+        self.num_learners = 1
+        self.last_books: Books | None = None
         self.now_s = 0.0
         self.num_leases = 0
         self.held: dict[str, Lease] = {}
@@ -181,7 +183,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.advance(self.version, self.learner_term, self.steered_bound)
         self.history |= {group.prompt_index: self.version for group in self.loan}
         self.loan = ()
-        self.saved[self.version] = (self.version, self.ledger.books(), dict(self.history))
+        self.last_books = self.ledger.books()
+        self.saved[self.version] = (self.version, self.last_books, dict(self.history))
 
     @rule(bound=st.integers(0, 4))
     def steer(self, bound: int) -> None:
@@ -316,11 +319,23 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.release(lease.lease_id, DropReason.RELEASED)
 
     @rule()
+    def the_learner_attaches_again(self) -> None:
+        """A payload was lost, say: no step is freed that may be in no checkpoint."""
+        before = self.ledger.books()
+        self.num_learners -= 1
+        self._attach(self.last_books)
+        after = self.ledger.books()
+        assert (after.acknowledged, after.trained) == (before.acknowledged, before.trained)
+
+    @rule()
     def copy_the_buffer(self) -> None:
         self.older_ledger = deepcopy(self.ledger)
 
     def _attach(self, books: Books | None) -> None:
-        self.learner_term = self.ledger.attach(self.version, books)
+        learner_id = f"learner {self.num_learners}"
+        self.learner_term = self.ledger.attach(self.version, books, learner_id)
+        self.num_learners += 1
+        self.last_books = books
         self.loan = ()
         # Older books may have made a prompt open that these books have trained or dropped.
         given = Books() if books is None else books
