@@ -125,3 +125,23 @@ def test_what_cannot_start_is_refused_before_anything_is_sampled(deep):
     code, out, err = deep("data.reward=nowhere.py:score")
     assert (code, sampled(out)) == (2, "")
     assert "data.reward: there is no file nowhere.py" in err
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> str:
+    text = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return f"data.chat_template={write(tmp_path, 'chat.jinja', text)}"
+
+
+def test_agents_are_not_sampled(deep, chat):
+    code, out, err = deep("generator.environment=agent", chat)
+    assert code == 2
+    assert "generator.environment: is agent, and --deep samples no episodes of agents" in err
+    assert not sampled(out)
+
+
+def test_a_group_is_one_that_no_agent_plays(deep, chat):
+    mixed = "[{name: a, environment: agent, weight: 9}, {name: b, environment: single_turn}]"
+    code, out, _ = deep(f"environments={mixed}", chat)
+    assert code == 0
+    assert "response 4" in out

@@ -17,6 +17,7 @@ from actors.engines import make_engine
 from actors.environments import require_rendering
 from actors.episodes.group import unbuffered_lease
 from actors.episodes.mixed_runner import MixedRunner, make_runner
+from actors.gateway.agent import AGENT
 from actors.make_model import make_model
 from actors.prompts import open_stream
 from actors.rendering.renderer import ChatRenderer, PromptTooLongError
@@ -46,9 +47,15 @@ def sample_one_group(config: RunConfig) -> int:
     """Print the prompt, each response, its reward and why it ended.
 
     Raises:
+        ConfigError: agents play all episodes; or no prompt fits.
         RolloutError: the group could not be sampled or scored.
     """
     disable_progress_bar()
+    if all(entry.environment == AGENT for entry in config.entries):
+        raise ConfigError(
+            f"{config.entries[0].setting}: is agent, and --deep samples no episodes of agents, "
+            "which play in the generators of a run alone"
+        )
     if config.model.missing is not None:
         print(f"making {config.model.path} of model.recipe", file=sys.stderr)
         make_model(config)
@@ -94,6 +101,8 @@ async def _sample(config: RunConfig) -> None:
 
 def _first_that_fits(mixed: MixedRunner) -> int:
     for prompt_index in range(_TRIED):
+        if mixed.stream.entry_at(prompt_index).environment == AGENT:
+            continue
         runner = mixed.of(prompt_index)
         try:
             runner.renderer.encode(runner.prompts[prompt_index])
