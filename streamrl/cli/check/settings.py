@@ -122,9 +122,18 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
         return
     if config.run.folder_mirror is not None:
         yield from CONFIGURATION.refusal(lambda: Mirror(config, print).require_writable())
-    path = config.run.resume
-    if isinstance(path, Path) and not (is_checkpoint(path) or is_taken(folder, path)):
-        yield CONFIGURATION.problem(f"run.resume: {path} is no checkpoint (it has no state.json)")
+    match config.run.resume:
+        case Path() as path if is_taken(folder, path):
+            yield CONFIGURATION.warning(
+                f"run.resume: the run has gone on from {path} before, so --resume goes on from its "
+                "newest checkpoint",
+                remedy="to go back there once more, write an absolute path as a relative one, or "
+                "a relative one as absolute",
+            )
+        case Path() as path if not is_checkpoint(path):
+            yield CONFIGURATION.problem(
+                f"run.resume: {path} is no checkpoint (it has no state.json)"
+            )
     yield CONFIGURATION.ok(f"run.folder: {folder} can be written")
 
 

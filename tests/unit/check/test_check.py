@@ -129,7 +129,9 @@ def test_a_checkpoint_that_was_taken_once_may_be_gone(folder: Path):
     config = load_config(folder / "run.yaml", [f"run.resume={named}"]).config
     write_checkpoint(config.run.path, 2, Books())
     write_history(named.parent, replace(HISTORY, base=str(named), resume=str(named)))
-    assert report(folder, f"run.resume={named}").problems == ()
+    found = report(folder, f"run.resume={named}")
+    assert found.problems == ()
+    assert any("run has gone on from" in warning for warning in found.warnings)
     require_steps_to_launch(config, resume=True, new=False)
     with pytest.raises(DamagedCheckpointError, match="step-00000001"):
         require_steps_to_launch(config, resume=False, new=True)
