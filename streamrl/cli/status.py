@@ -57,6 +57,7 @@ from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, RunState, age, outco
 from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import (
+    RESOLVED_FILE,
     find_config,
     find_run,
     is_launched_since,
@@ -154,7 +155,11 @@ def verdict(status: RunStatus) -> str:
     learner = status.reading.learner
     is_done = state is RunState.FINISHED and learner is not None and not learner.ended_early
     if status.config is not None and (is_done or state is RunState.STOPPED):
-        remedy = resume_command(status.config.run.path)
+        folder = status.config.run.path
+        remedy = resume_command(folder)
+        if status.reading.stats is not None:
+            # Its buffer serves, so a launch could start none.
+            remedy = f"streamrl learner --config {folder / RESOLVED_FILE} --resume"
         more = " --set run.max_steps=N" if is_done else ""
         return f"{outcome(status.reading)}; {remedy}{more} goes on with it"
     return outcome(status.reading) or ("starting" if state is RunState.STARTING else "healthy")

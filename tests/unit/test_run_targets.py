@@ -279,7 +279,11 @@ def test_a_run_that_is_launched_again_starts_until_its_learner_reports(
     assert main(["status", str(config.run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == state
     assert main(["status", str(config.run.path)]) == 0
-    assert state in capsys.readouterr().out.splitlines()[1]
+    line = capsys.readouterr().out.splitlines()[1]
+    assert state in line
+    # Not a launch, which would start a second buffer.
+    by_hand = f"streamrl learner --config {config.run.path}/config.yaml --resume goes on with it"
+    assert (by_hand in line) == (state == "stopped")
     monkeypatch.setattr("streamrl.cli.status.time.sleep", interrupt)
     assert main(["status", "--follow", str(config.run.path)]) == (130 if goes_on else 0)
 
