@@ -80,7 +80,7 @@ class ModelFolder:
             if not file.is_file():
                 return f"{name} is missing"
             size, wanted = file.stat().st_size, _num_bytes(file)
-            if size and not wanted:
+            if not wanted:
                 return f"{name} has no header that can be read"
             if size < wanted:
                 return f"{name} has {size} bytes of {wanted}"

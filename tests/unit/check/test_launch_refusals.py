@@ -93,6 +93,7 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
         r"generator\.hf\.recompute_kv: was true, and the model at sees sees images",
     ),
     (["model.path=cut"], r"model\.path: .* damaged: model\.safetensors has 69 bytes of 81"),
+    (["model.path=void"], r"model\.path: .* damaged: model\.safetensors has no header"),
     (["model.path=text"], r"model\.path: .* damaged: model\.safetensors has no header"),
     (["model.path=list"], r"model\.path: .* damaged: model\.safetensors has no header"),
     (["model.path=lost"], r"model\.path: .* damaged: a\.safetensors is missing"),
@@ -170,7 +171,11 @@ def models(folder: Path) -> Path:  # noqa: F811
         make_model_folder(folder / name)
         content = safetensors([tensor], 4 if name == "cut" else 16)
         (folder / name / "model.safetensors").write_bytes(content)
-    for name, content in (("text", b"not a file"), ("list", struct.pack("<Q", 3) + b"[1]")):
+    for name, content in (
+        ("void", b""),
+        ("text", b"not a file"),
+        ("list", struct.pack("<Q", 3) + b"[1]"),
+    ):
         make_model_folder(folder / name)
         (folder / name / "model.safetensors").write_bytes(content)
     index = {"weight_map": {"a": "a.safetensors"}}
