@@ -190,9 +190,13 @@ def _memorized(signs: Signs) -> str:
     has_risen = bool(known) and known[-1].reward > known[0].reward
     if has_risen or not (passes and passes[0] >= signs.settings.max_passes):
         return ""
+    held_out = (
+        "the held-out reward has not risen"
+        if known
+        else "no held-out reward (data.eval_source) shows that more is learned than these"
+    )
     return (
-        f"the same prompts are trained over and over, {passes[-1]:.0f} times by now, and no "
-        "held-out reward shows that more is learned than these"
+        f"the same prompts are trained over and over, {passes[-1]:.0f} times by now, and {held_out}"
     )
 
 
@@ -244,8 +248,7 @@ SIGNS: Mapping[str, Sign] = {
     ),
     "memorized": Sign(
         _memorized,
-        "take more prompts or fewer steps, and hold prompts out (data.eval_source) to see what is "
-        "learned",
+        "take more prompts or fewer steps",
     ),
     "no_reward": Sign(
         _no_reward,

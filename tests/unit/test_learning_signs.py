@@ -104,6 +104,10 @@ def test_few_rewards_by_chance_are_no_fall():
 
 
 def validated(*rewards: float, num_passes: float = 2.0, num_prompts: float = 400.0) -> set[str]:
+    return set(said_of(*rewards, num_passes=num_passes, num_prompts=num_prompts))
+
+
+def said_of(*rewards: float, num_passes: float, num_prompts: float = 400.0) -> Mapping[str, str]:
     """The signs of a run with a validation every STEPS steps, from before the first one on."""
     signs, found = Signs(SignSettings(steps=STEPS)), {}
     for step in range(1, STEPS * len(rewards) + 1):
@@ -114,7 +118,7 @@ def validated(*rewards: float, num_passes: float = 2.0, num_prompts: float = 400
             line |= {**held_out, "validation/policy_version": float(version)}
             line |= {"validation/num_prompts": num_prompts}
         found = signs.add(step, line)
-    return set(found)
+    return found
 
 
 def test_a_held_out_reward_that_falls_is_said_by_two_validations():
@@ -131,11 +135,13 @@ def test_a_held_out_reward_that_falls_is_said_by_two_validations():
 def test_prompts_that_are_repeated_are_said_to_be_memorized_unless_held_out_ones_gain():
     (sentence,) = seen({"learner/num_passes": 32.0})[-1].values()
     assert sentence.startswith("for 4 steps the same prompts are trained over and over, 32 times")
+    assert "no held-out reward (data.eval_source) shows" in sentence
     assert "take more prompts or fewer steps" in sentence
     assert not any(seen({"learner/num_passes": 15.0}))
     assert not any(seen({"learner/num_passes": math.nan}))
     assert not any(seen({"learner/num_passes": 32.0}, max_passes=100.0))
-    assert validated(0.2, 0.2, num_passes=32.0) == {"memorized"}
+    (sentence,) = said_of(0.2, 0.2, num_passes=32.0).values()
+    assert "32 times by now, and the held-out reward has not risen: take more" in sentence
     assert validated(0.2, 0.5, num_passes=32.0) == set()
 
 

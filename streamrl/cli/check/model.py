@@ -54,18 +54,28 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         yield tokenizer
     else:
         yield from _check_tokenizer(config, folder, tokenizer)
-        yield from _check_critic(config, tokenizer)
+        yield from _check_others(config, tokenizer)
 
 
-def _check_critic(config: RunConfig, tokenizer: ModelFolder) -> Iterator[Finding]:
-    """Whether a model of its own is there, and knows the tokens of the policy."""
-    setting, path = "algorithm.value.model_path", config.algorithm.value.model_path
-    if path is None:
-        return
+def _check_others(config: RunConfig, tokenizer: ModelFolder) -> Iterator[Finding]:
+    """Whether the models beside the policy are there, and know its tokens."""
+    algorithm = config.algorithm
+    taught = () if algorithm.distillation is None else algorithm.distillation.teachers
+    named = [("algorithm.value.model_path", algorithm.value.model_path)]
+    named += [(f"algorithm.distillation.teachers.{i}.path", t.path) for i, t in enumerate(taught)]
+    for setting, path in named:
+        if path is not None:
+            yield from _check_other(config, tokenizer, setting, path)
+
+
+def _check_other(
+    config: RunConfig, tokenizer: ModelFolder, setting: str, path: str
+) -> Iterator[Finding]:
     folder = find_folder(setting, path)
     if isinstance(folder, Finding):
         yield folder
         return
+    yield from _check_weights(folder)
     if config.max_model_len > folder.context:
         yield MODEL.problem(
             f"{setting}: {path} has a context of {folder.context:g}, and "
@@ -124,15 +134,12 @@ def _ask_hub(setting: str, name: str) -> Finding:
 
 def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     path, facts = config.model.path, folder.config
-    if not folder.has_weights:
-        yield MODEL.problem(f"model.path: {path} holds no weights (*.safetensors)")
+    yield from _check_weights(folder)
     if "auto_map" in facts and not config.model.trust_remote_code:
         yield MODEL.problem(
             f"model.trust_remote_code: is false, and {path} brings its own code "
             f"({facts['auto_map']})"
         )
-    if damage := folder.damage:
-        yield MODEL.problem(f"model.path: the weights of {path} are damaged: {damage}")
     yield from _check_limits(config, facts)
     yield from _check_layers(config, facts, folder.family)
     yield from _check_names(config, folder)
@@ -158,6 +165,14 @@ def _check_folder(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
     yield MODEL.ok(
         f"model.path: {path}: {kind}, vocabulary {vocabulary}, context {folder.context:g}"
     )
+
+
+def _check_weights(folder: ModelFolder) -> Iterator[Finding]:
+    setting, path = folder.setting, folder.path
+    if not folder.has_weights:
+        yield MODEL.problem(f"{setting}: {path} holds no weights (*.safetensors)")
+    if damage := folder.damage:
+        yield MODEL.problem(f"{setting}: the weights of {path} are damaged: {damage}")
 
 
 def _check_limits(config: RunConfig, facts: limits.Facts) -> Iterator[Finding]:

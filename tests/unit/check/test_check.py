@@ -282,12 +282,12 @@ TRAPS = [
         r"algorithm\.sample_weight\.difficulty: .* has no number in a column difficulty",
     ),
     (
-        ["algorithm.distillation={teachers: [{path: t}], template: '{{ prompt }} {{ hint }}'}"],
+        ["algorithm.distillation={teachers: [{path: model}], template: '{{ prompt }} {{ hint }}'}"],
         r"algorithm\.distillation\.template: 'hint' is undefined, for ",
     ),
     (
         [
-            "algorithm.distillation={teachers: [{name: a, path: t}, {name: b, path: t}], "
+            "algorithm.distillation={teachers: [{name: a, path: model}, {name: b, path: model}], "
             "column: task}"
         ],
         r"algorithm\.distillation\.column: task of .* names teacher None; ",

@@ -93,6 +93,14 @@ REFUSED: Sequence[tuple[Sequence[str], str]] = [
         r"generator\.hf\.recompute_kv: was true, and the model at sees sees images",
     ),
     (["model.path=cut"], r"model\.path: .* damaged: model\.safetensors has 69 bytes of 81"),
+    (
+        ["algorithm.distillation={teachers: [{path: tutor}]}", "algorithm.rollout_is=token_is"],
+        r"algorithm\.distillation\.teachers\.0\.path: there is no folder tutor",
+    ),
+    (
+        ["algorithm.distillation={teachers: [{path: cut}]}", "algorithm.rollout_is=token_is"],
+        r"algorithm\.distillation\.teachers\.0\.path: the weights of cut are damaged",
+    ),
     (["model.path=void"], r"model\.path: .* damaged: model\.safetensors has no header"),
     (["model.path=text"], r"model\.path: .* damaged: model\.safetensors has no header"),
     (["model.path=list"], r"model\.path: .* damaged: model\.safetensors has no header"),
