@@ -139,6 +139,7 @@ def run_findings(loaded: LoadedConfig, refused: ConfigError | None = None) -> li
         for check in _OF_RUN:
             found += CONFIGURATION.up_to_refusal(check(loaded.config))
         found += network.check_secrets(loaded.config, loaded.origins.get("buffer.url"))
+        found += settings.check_resume(loaded.config, loaded.origins.get("run.resume", ""))
     said = {finding.sentence for finding in found}
     all_found = [CONFIGURATION.problem(line) for line in lines if line not in said]
     for finding in found:

@@ -16,6 +16,7 @@ from streamrl.cli.check.machine import read_machine, why_not_made
 from streamrl.cli.processes.mirror import Mirror
 from streamrl.config import RunConfig
 from streamrl.config.addresses import is_loopback
+from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.errors import ConfigError
 from streamrl.findings import CONFIGURATION, MEMORY, Finding
 from streamrl.model_folder import local_folder
@@ -122,19 +123,25 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
         return
     if config.run.folder_mirror is not None:
         yield from CONFIGURATION.refusal(lambda: Mirror(config, print).require_writable())
+    yield CONFIGURATION.ok(f"run.folder: {folder} can be written")
+
+
+def check_resume(config: RunConfig, where: str) -> Iterator[Finding]:
+    """`where` sets `run.resume`. The run's own file keeps it, without an order to go back again."""
+    own = config.run.path / RESOLVED_FILE
     match config.run.resume:
-        case Path() as path if is_taken(folder, path):
-            yield CONFIGURATION.warning(
-                f"run.resume: the run has gone on from {path} before, so --resume goes on from its "
-                "newest checkpoint",
-                remedy="to go back there once more, write an absolute path as a relative one, or "
-                "a relative one as absolute",
-            )
+        case Path() as path if is_taken(config.run.path, path):
+            if Path(where.rpartition(":")[0]).absolute() != own.absolute():
+                yield CONFIGURATION.warning(
+                    f"run.resume: the run has gone on from {path} before, so --resume goes on from "
+                    "its newest checkpoint",
+                    remedy="to go back there once more, write an absolute path as a relative one, "
+                    "or a relative one as absolute",
+                )
         case Path() as path if not is_checkpoint(path):
             yield CONFIGURATION.problem(
                 f"run.resume: {path} is no checkpoint (it has no state.json)"
             )
-    yield CONFIGURATION.ok(f"run.folder: {folder} can be written")
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:

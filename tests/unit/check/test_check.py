@@ -22,7 +22,7 @@ from streamrl.cli.check import command, model
 from streamrl.cli.check.command import refusals, run_findings
 from streamrl.cli.check.machine import Machine
 from streamrl.cli.main import main
-from streamrl.config import LoadedConfig, load_config
+from streamrl.config import LoadedConfig, load_config, to_yaml
 from streamrl.config.loading.load import load_usable
 from streamrl.errors import ConfigError, DamagedCheckpointError
 from streamrl.findings import Severity
@@ -133,6 +133,8 @@ def test_a_checkpoint_that_was_taken_once_may_be_gone(folder: Path):
     found = report(folder, f"run.resume={named}")
     assert found.problems == ()
     assert any("run has gone on from" in warning for warning in found.warnings)
+    (config.run.path / "config.yaml").write_text(to_yaml(config))
+    assert examine(*load_usable(config.run.path / "config.yaml", (), {})).warnings == ()
     require_steps_to_launch(config, resume=True, new=False)
     with pytest.raises(DamagedCheckpointError, match="step-00000001"):
         require_steps_to_launch(config, resume=False, new=True)
