@@ -50,6 +50,7 @@ from streamrl.cli.display.numbers import (
 from streamrl.cli.display.view import REFRESH_S, LinePrinter, means, screen
 from streamrl.cli.processes.command import unless_signaled
 from streamrl.config import RunConfig
+from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.config.run import RunSettings
 from streamrl.diagnosis import Reading, diagnose, pending
 from streamrl.diagnosis.causes import failed_groups, lasting_wait, may_move
@@ -57,7 +58,7 @@ from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S, RunState, age, outco
 from streamrl.diagnosis.scaling import ScalingHint, scaling_hint
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.run_folder import (
-    RESOLVED_FILE,
+    DATA_FILE,
     find_config,
     find_run,
     is_launched_since,
@@ -157,8 +158,8 @@ def verdict(status: RunStatus) -> str:
     if status.config is not None and (is_done or state is RunState.STOPPED):
         folder = status.config.run.path
         remedy = resume_command(folder)
-        if status.reading.stats is not None:
-            # Its buffer serves, so a launch could start none.
+        if status.reading.stats is not None and not (folder / DATA_FILE).exists():
+            # Of daemons started one by one: that of a launch ends next.
             remedy = f"streamrl learner --config {folder / RESOLVED_FILE} --resume"
         more = " --set run.max_steps=N" if is_done else ""
         return f"{outcome(status.reading)}; {remedy}{more} goes on with it"

@@ -281,9 +281,12 @@ def test_a_run_that_is_launched_again_starts_until_its_learner_reports(
     assert main(["status", str(config.run.path)]) == 0
     line = capsys.readouterr().out.splitlines()[1]
     assert state in line
-    # Not a launch, which would start a second buffer.
-    by_hand = f"streamrl learner --config {config.run.path}/config.yaml --resume goes on with it"
-    assert (by_hand in line) == (state == "stopped")
+    if state == "stopped":
+        command = f"{config.run.path}/config.yaml --resume goes on with it"
+        assert f"streamrl learner --config {command}" in line, "a launch has a buffer of its own"
+        (config.run.path / "data.json").touch()
+        assert main(["status", str(config.run.path)]) == 0
+        assert f"streamrl launch {command}" in capsys.readouterr().out
     monkeypatch.setattr("streamrl.cli.status.time.sleep", interrupt)
     assert main(["status", "--follow", str(config.run.path)]) == (130 if goes_on else 0)
 
