@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.console import Console
 
 from streamrl import __version__
-from streamrl.checkpoints.history import write_history
 from streamrl.cli.buffer import target as module
 from streamrl.cli.main import main
 from streamrl.cli.processes.run_commands import launching
@@ -24,7 +22,7 @@ from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.errors import ConfigError, Interrupted, RolloutError
 from streamrl.run_folder import Launch, note_launch, prepare
 from streamrl.types import Books, BufferStats, LearnerActivity
-from tests.checkpoints import HISTORY, write_checkpoint
+from tests.checkpoints import write_checkpoint
 from tests.unit.test_diagnosis import buffer
 from tests.unit.test_displays import AHEAD_S, make_run
 
@@ -464,22 +462,6 @@ def test_a_launch_of_a_run_that_has_made_its_last_step_says_how_to_make_more(
     with launching(config, arguments, Console()):
         said = capsys.readouterr().out
     assert ("--resume --set run.max_steps=N goes on to step N" in said) is is_said
-
-
-def test_a_launch_that_is_to_go_back_to_a_checkpoint_once_more_says_where_it_goes_on(
-    tmp_path, capsys
-):
-    config = make_run(tmp_path)
-    older, newer = (write_checkpoint(config.run.path, version, Books()) for version in (3, 6))
-    write_history(older.parent, msgspec.structs.replace(HISTORY, resume=str(older)))
-    config = config.with_values(run={"resume": older})
-    arguments = argparse.Namespace(resume=True, new=False, ray=None, slurm=False, overrides=[])
-    with launching(config, arguments, Console()):
-        assert "run.resume" not in capsys.readouterr().err
-    arguments.overrides = [f"run.resume={older}"]
-    with launching(config, arguments, Console()):
-        said = capsys.readouterr().err
-    assert f"has gone back to {older} already, so it goes on from {newer}" in said
 
 
 def test_evaluate_of_a_run_that_was_not_made_scores_nothing(tmp_path, capsys, monkeypatch):

@@ -135,8 +135,7 @@ def check_resume(config: RunConfig, where: str) -> Iterator[Finding]:
                 yield CONFIGURATION.warning(
                     f"run.resume: the run has gone on from {path} before, so --resume goes on from "
                     "its newest checkpoint",
-                    remedy="to go back there once more, write an absolute path as a relative one, "
-                    "or a relative one as absolute",
+                    remedy="to go back there once more, first move its later checkpoints away",
                 )
         case Path() as path if not is_checkpoint(path):
             yield CONFIGURATION.problem(

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from buffers.journal.sqlite import journal_path, open_to_read, read_snapshot
-from streamrl.checkpoints.find import Checkpoint, is_taken, newest, require_steps_to_launch
+from streamrl.checkpoints.find import newest, require_steps_to_launch
 from streamrl.cli.processes.command import call
 from streamrl.cli.processes.fork_server import ForkServer
 from streamrl.cli.processes.mirror import Mirror, mirror_of, mirrored
@@ -159,7 +159,6 @@ def launching(
                 soft_wrap=True,
                 highlight=False,
             )
-        _say_taken(config, arguments, checkpoint)
         config = prepare(
             config,
             resume=resume,
@@ -170,22 +169,6 @@ def launching(
         )
         with mirrored(mirror), reported(config, arguments, console):
             yield config, mirror
-
-
-def _say_taken(
-    config: RunConfig, arguments: argparse.Namespace, checkpoint: Checkpoint | None
-) -> None:
-    """To a person who goes back to a checkpoint once more: a supervisor types the same words."""
-    named = config.run.resume
-    if not (arguments.resume and isinstance(named, Path) and is_taken(config.run.path, named)):
-        return
-    is_typed = any(words.startswith("run.resume=") for words in arguments.overrides)
-    if is_typed and checkpoint is not None and checkpoint.path.absolute() != named.absolute():
-        print(
-            f"run.resume: this run has gone back to {named} already, so it goes on from "
-            f"{checkpoint.path}; to go back once more, move its later checkpoints away",
-            file=sys.stderr,
-        )
 
 
 def _next_prompt_index(folder: Path) -> int:
