@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from streamrl.cli.main import main
+from streamrl.config import RunConfig
 from streamrl.metrics import OWN, find
 from streamrl.run_folder import read_json
 from streamrl.tracking.jsonl import read_last, read_metrics
@@ -24,6 +25,8 @@ STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 ROOT = Path(__file__).parents[2]
 # Far beyond what anything takes: a machine of many tenants is slow, and a hang is a hang.
 DEADLINE_S = 420.0
+# What is promised of a process that is told to end, and what such a machine adds to it.
+STOP_S = RunConfig.model_fields["run"].default.stop_s + 30.0
 
 CONFIG = """
 run: {{name: run, folder: {folder}, max_steps: 12, evaluate: false}}
@@ -92,6 +95,32 @@ def slow_reward(folder: Path, seconds: float) -> str:
     return f"{file}:score"
 
 
+HELD = """
+import itertools, pathlib, time
+
+groups = itertools.count(1)
+
+def score(episodes):
+    number = next(groups)
+    while number > int(pathlib.Path({file!r}).read_text() or 0):
+        time.sleep(0.05)
+    return [float(e.response.strip() == e.prompt.answer) for e in episodes]
+"""
+
+
+def held_reward(folder: Path, num_groups: int) -> str:
+    """`data.reward` under which a process scores so many groups and waits with the others, so that
+    the run does not end, however slow the test is, until `allow_groups` says more."""
+    file = folder / "held.py"
+    file.write_text(HELD.format(file=str(folder / "allowed")))
+    allow_groups(folder, num_groups)
+    return f"{file}:score"
+
+
+def allow_groups(folder: Path, num_groups: int) -> None:
+    (folder / "allowed").write_text(str(num_groups))
+
+
 class RunFolder:
     """What a run has written."""
 
@@ -155,6 +184,12 @@ class Launched(RunFolder):
                 if role in words and process.status() != psutil.STATUS_ZOMBIE:
                     return process
         raise AssertionError(f"no {role} is running")
+
+    def kill(self, role: str) -> None:
+        """What it has written is all that it will."""
+        process = self.child(role)
+        process.kill()
+        process.wait()
 
     def finish_output(self) -> str:
         self.output += self.process.communicate(timeout=DEADLINE_S)[0]
