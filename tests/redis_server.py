@@ -16,7 +16,7 @@ from redis import Redis
 from buffers.journal.journal import EntryRow, read_rows
 from tests.ports import free_port, is_free
 
-START_DEADLINE_S = 20.0
+START_DEADLINE_S = 120.0
 BUS = 10_000
 
 
@@ -55,7 +55,7 @@ class RedisServer:
             self.port = free_port()
         self._run(
             *("bind 127.0.0.1", 'save ""', "appendonly yes", "appendfsync always"),
-            *("cluster-enabled yes", "cluster-node-timeout 1000", *self.settings),
+            *("cluster-enabled yes", "cluster-node-timeout 3000", *self.settings),
         )
 
     def start_sentinel(self, monitor: str) -> None:

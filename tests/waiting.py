@@ -4,9 +4,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
+# A hang is a hang, and a machine of many tenants is slow.
+DEADLINE_S = 120.0
+
 
 async def until(
-    condition: Callable[[], bool], deadline_s: float = 20.0, every_s: float = 0.01
+    condition: Callable[[], bool], deadline_s: float = DEADLINE_S, every_s: float = 0.01
 ) -> None:
     """Waits for the condition, which it looks at every so often; unblocked by it or the deadline.
 
@@ -20,7 +23,7 @@ async def until(
 
 def block_until(
     condition: Callable[[], bool],
-    deadline_s: float = 20.0,
+    deadline_s: float = DEADLINE_S,
     every_s: float = 0.02,
     explain: Callable[[], str] = str,
 ) -> None:

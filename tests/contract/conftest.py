@@ -44,7 +44,7 @@ async def redis_client() -> AsyncIterator[Connect]:
         own = {name: value for name, value in settings.items() if name not in LEDGER}
         if "max_group_bytes" in settings:
             own["max_group_bytes"] = settings["max_group_bytes"]
-        clients.append(RedisBuffer(url, run, **{"deadline_s": 20.0, "retry_s": 2.0, **own}))
+        clients.append(RedisBuffer(url, run, **{"deadline_s": 60.0, "retry_s": 2.0, **own}))
         return clients[-1]
 
     yield make

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anthropic
-import httpx2
 import openai
 import pytest
 
@@ -16,7 +15,7 @@ from actors.gateway.session import Session
 from streamrl.config import RunConfig
 from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext, Prompt
-from tests.unit.gateway.parts import SAMPLING, PlainRenderer, ScriptedEngine, text
+from tests.unit.gateway.parts import SAMPLING, PlainRenderer, ScriptedEngine, client, text
 
 QUESTION = {"role": "user", "content": "q"}
 ADD = {
@@ -82,8 +81,8 @@ async def playing(*answers: str, **agent: object) -> AsyncIterator[Played]:
     played = Played(gateway, ScriptedEngine(*answers), prompt)
     running = asyncio.create_task(played.play())
     try:
-        async with httpx2.AsyncClient() as http:
-            response = await http.post(f"{url}/sessions", json={"wait_s": 10})
+        async with client() as http:
+            response = await http.post(f"{url}/sessions", json={"wait_s": 60})
         await played.start(response.json())
         yield played
     finally:
@@ -102,7 +101,7 @@ async def test_a_task_says_what_to_do_and_where():
         ]
         assert (task["row"], task["answer"]) == ({"id": 5}, "42")
         assert (task["seed"], task["episode_index"], task["model"]) == (7, 1, "policy")
-        async with httpx2.AsyncClient() as http:
+        async with client() as http:
             assert (await http.get(task["session_url"])).json() == task
 
 
@@ -408,7 +407,10 @@ async def test_other_sampling_may_be_refused():
 
 
 async def test_a_body_that_is_too_large_or_no_json_is_refused():
-    async with playing("a;", max_request_bytes=1000) as played, httpx2.AsyncClient() as http:
+    async with (
+        playing("a;", max_request_bytes=1000) as played,
+        client() as http,
+    ):
         url, key = f"{played.task['base_url']}/chat/completions", played.task["api_key"]
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
@@ -431,7 +433,7 @@ async def test_a_body_that_is_too_large_or_no_json_is_refused():
 
 
 async def test_another_key_is_refused_and_that_of_a_closed_episode_is_told_so():
-    async with playing("a;") as played, httpx2.AsyncClient() as http:
+    async with playing("a;") as played, client() as http:
         stranger = await played.openai_client(played.task["base_url"], "sk-other")
         with pytest.raises(openai.AuthenticationError, match="no episode has this API key"):
             await stranger.chat.completions.create(model="m", messages=[QUESTION])
@@ -463,7 +465,7 @@ async def test_a_client_that_goes_away_gives_its_slot_back():
         played.engine.open.clear()
         client = played.openai.with_options(max_retries=0)
         call = asyncio.create_task(client.chat.completions.create(model="m", messages=[QUESTION]))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not played.engine.num_running:
                 await asyncio.sleep(0.01)
             call.cancel()

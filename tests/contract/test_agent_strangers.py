@@ -5,13 +5,12 @@ import asyncio
 import json
 from typing import Any
 
-import httpx2
 import pytest
 
 from actors.gateway.gateway import Gateway
 from actors.gateway.server import server_log
 from tests.contract.test_agent_apis import QUESTION, Played, config, playing
-from tests.unit.gateway.parts import PlainRenderer
+from tests.unit.gateway.parts import PlainRenderer, client
 
 HALF_OF_A_PAIR = b'"\\ud800"'
 
@@ -21,7 +20,7 @@ async def asked(played: Played, path: str, body: bytes) -> tuple[int, Any]:
         "Authorization": f"Bearer {played.task['api_key']}",
         "Content-Type": "application/json",
     }
-    async with httpx2.AsyncClient() as http:
+    async with client() as http:
         url = played.task["anthropic_base_url"]
         answer = await http.post(f"{url}{path}", content=body, headers=headers)
         return answer.status_code, answer.json()
@@ -68,7 +67,7 @@ async def test_arguments_that_no_reader_of_json_takes_stay_text(arguments):
     ],
 )
 async def test_what_is_not_served_is_said_in_the_form_of_the_api(method, path, status, kind):
-    async with playing("a;") as played, httpx2.AsyncClient() as http:
+    async with playing("a;") as played, client() as http:
         answer = await http.request(method, played.task["anthropic_base_url"] + path)
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (status, kind)
@@ -77,7 +76,7 @@ async def test_what_is_not_served_is_said_in_the_form_of_the_api(method, path, s
 
 
 async def test_a_body_in_an_encoding_that_it_has_not_is_refused_and_logged_in_a_line(caplog):
-    async with playing("a;") as played, httpx2.AsyncClient() as http:
+    async with playing("a;") as played, client() as http:
         url = played.task["session_url"] + "/v1/chat/completions"
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         answer = await http.post(url, content=b"{}", headers=headers)
@@ -132,7 +131,7 @@ async def test_numbers_have_a_range():
 
 async def test_a_token_that_is_no_text_is_refused(monkeypatch):
     monkeypatch.setenv("TOKEN", "secret")
-    async with httpx2.AsyncClient() as http:
+    async with client() as http:
         gateway = Gateway(config(token_env="TOKEN"))
         url = await gateway.start(PlainRenderer())
         try:
@@ -144,7 +143,7 @@ async def test_a_token_that_is_no_text_is_refused(monkeypatch):
 
 
 async def test_what_is_no_http_is_logged_at_times_without_its_bytes(caplog):
-    async with httpx2.AsyncClient() as http:
+    async with client() as http:
         gateway = Gateway(config())
         url = await gateway.start(PlainRenderer())
         try:

@@ -106,7 +106,7 @@ async def test_eight_client_processes_train_each_prompt_once(backend: str, tmp_p
             assert (await learner.advance(version + 1)).books.balanced
             await learner.acknowledge(version + 1)
         await learner.finish()
-        assert await asyncio.to_thread(generators.wait, 30.0) == 0
+        assert await asyncio.to_thread(generators.wait, 120.0) == 0
         books = (await learner.stats()).books
         await learner.close()
     assert len(trained) == len(set(trained)) == num_steps * GROUPS_PER_STEP

@@ -108,14 +108,14 @@ async def connect(
             url, run = request.getfixturevalue("redis").url, uuid.uuid4().hex
             daemon = RedisDaemon(url, run, lease_ttl_s=lease_ttl_s)
             stack.callback(daemon.stop)
-            make = partial(RedisBuffer, url, run, deadline_s=10.0)
+            make = partial(RedisBuffer, url, run, deadline_s=60.0)
         else:
             server = stack.enter_context(
                 zmq_server(tmp_path, journal=True, lease_ttl_s=lease_ttl_s)
             )
 
             def make() -> TrajectoryBuffer:
-                return ZmqBuffer(server.url, deadline_s=10.0)
+                return ZmqBuffer(server.url, deadline_s=60.0)
 
         def connect() -> TrajectoryBuffer:
             clients.append(make())
@@ -160,12 +160,12 @@ async def test_a_learner_tells_its_bound_with_the_step_and_finds_it_in_the_books
 
 async def test_a_lease_waits_for_admission_and_is_unblocked_by_the_learner(connect):
     generator, learner = connect(), connect()
-    waiting = asyncio.create_task(lease_one(generator, "a", "g", 5.0))
+    waiting = asyncio.create_task(lease_one(generator, "a", "g", 60.0))
     await learner.attach(0, None)
     assert (await waiting) is not None
     await fill(generator, "b", "c", "d")
     assert await lease_one(generator, "e", "g", 0.05) is None
-    blocked = asyncio.create_task(generator.lease(["e", "f", "g"], "g", 5.0))
+    blocked = asyncio.create_task(generator.lease(["e", "f", "g"], "g", 60.0))
     await generator.put("a", make_group(0, lease_id="a"))
     await learner.take(2, 0, 1.0)
     assert not blocked.done()
@@ -192,7 +192,7 @@ async def test_a_batch_waits_for_groups_that_are_due_and_says_how_long(connect):
     assert not await learner.take(2, 1, 0.05)
     awaited = (await learner.stats()).awaited
     assert [(lease.lease_id, lease.prompt_index) for lease in awaited] == [("a", 0), ("b", 1)]
-    taking = asyncio.create_task(learner.take(2, 1, 5.0, with_payloads=True))
+    taking = asyncio.create_task(learner.take(2, 1, 60.0, with_payloads=True))
     await waits_for_due_groups(learner)
     for lease_id, lease in leases.items():
         assert not taking.done()
@@ -200,13 +200,13 @@ async def test_a_batch_waits_for_groups_that_are_due_and_says_how_long(connect):
     loan = await taking
     assert [header.prompt_index for header in loan.headers] == [0, 1]
     assert len(loan.groups) == 2
-    assert 0.05 <= loan.wait_due_s < 5.0
+    assert loan.wait_due_s >= 0.05
     stats = await learner.stats()
     assert (stats.awaited, stats.wait_due_s, stats.books.dropped) == ((), 0.0, {})
 
 
 async def waits_for_due_groups(buffer: TrajectoryBuffer) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(120):
         while (await buffer.stats()).wait_due_s < 0.05:
             await asyncio.sleep(0.01)
 
@@ -230,7 +230,7 @@ async def test_the_stats_say_for_how_long_no_generator_has_reported(connect):
     buffer = connect()
 
     async def until_older() -> None:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(120):
             while (await buffer.stats()).last_heartbeat_age_s < 0.05:
                 await asyncio.sleep(0.01)
 
@@ -250,9 +250,9 @@ async def test_a_part_of_a_batch_is_lent_while_the_rest_is_due(connect):
     leases = await overtake(learner, "a", "b")
     await learner.put("b", make_group(leases["b"].prompt_index, lease_id="b"))
     assert not await learner.take(2, 1, 0.05)
-    part = await learner.take(2, 1, 5.0, with_payloads=True, num_held=0)
+    part = await learner.take(2, 1, 60.0, with_payloads=True, num_held=0)
     assert [group.prompt_index for group in part.groups] == [1]
-    rest = asyncio.create_task(learner.take(2, 1, 5.0, with_payloads=True, num_held=1))
+    rest = asyncio.create_task(learner.take(2, 1, 60.0, with_payloads=True, num_held=1))
     await learner.put("a", make_group(leases["a"].prompt_index, lease_id="a"))
     loan = await rest
     assert [header.prompt_index for header in loan.headers] == [1, 0]
@@ -310,7 +310,7 @@ async def test_a_take_may_bring_the_payloads_and_advance_the_stats(connect):
     assert (again.headers, again.groups) == (loan.headers, ())
     repeated = await learner.take(2, 0, 0.0, with_payloads=True)
     assert [group.group_id for group in repeated.groups] == ["0:a", "1:b"]
-    waiting = asyncio.create_task(learner.take(2, 1, 10.0, with_payloads=True))
+    waiting = asyncio.create_task(learner.take(2, 1, 60.0, with_payloads=True))
     await fill(generator, "d")
     assert [group.group_id for group in (await waiting).groups] == ["2:c", "3:d"]
     stats = await learner.advance(1)
@@ -323,7 +323,7 @@ async def test_the_stats_count_responses_by_length_and_outcome(connect):
     learner, generator = connect(), connect()
     await learner.attach(0, None)
     for name, num_response in (("a", 5), ("b", 70), ("c", 300)):
-        lease = await lease_one(generator, name, "g", 5.0)
+        lease = await lease_one(generator, name, "g", 60.0)
         assert lease is not None
         group = make_group(lease.prompt_index, lease_id=name, num_response=num_response)
         await generator.put(name, group)
@@ -362,7 +362,7 @@ async def test_a_dead_generators_lease_comes_back(connect):
     assert lost is not None
     kept = await lease_one(alive, "alive/1", "alive", 0.0)
     assert kept is not None
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (books := (await learner.stats()).books).dropped.get(DropReason.EXPIRED, 0) < 1:
         assert time.monotonic() < deadline
         reply = await alive.heartbeat(status("alive", lease_ids=("alive/1",)))
@@ -448,7 +448,7 @@ async def test_siblings_that_are_left_are_granted_first_also_where_admission_is_
     left = await leave_siblings(generator, "dead/2", 0)
     await learner.drain()
     assert (await learner.stats()).draining
-    waiting = await lease_one(generator, "d", "alive", 5.0)
+    waiting = await lease_one(generator, "d", "alive", 60.0)
     assert waiting is not None
     assert waiting.prompt_index == left.prompt_index
     assert await lease_one(generator, "e", "alive", 0.0) is None
@@ -552,7 +552,7 @@ async def test_a_cordoned_generator_is_granted_nothing_and_finishes_what_it_hold
     assert (reply.scheduling_state, reply.lost_lease_ids) == (SchedulingState.CORDONED, ())
     assert (await generator.heartbeat(status("h"))).scheduling_state is SchedulingState.ACTIVE
     await generator.put("g/1", make_group(0, lease_id="g/1"))
-    waiting = asyncio.create_task(lease_one(generator, "g/2", "g", 5.0))
+    waiting = asyncio.create_task(lease_one(generator, "g/2", "g", 60.0))
     assert (await learner.stats()).scheduling_states == {"g": SchedulingState.CORDONED}
     await learner.set_scheduling_state("g", SchedulingState.ACTIVE)
     assert (await waiting) is not None
@@ -593,7 +593,7 @@ async def test_a_newer_learner_fences_the_older_one(connect):
     await old.attach(0, None)
     await fill(generator, "a", "b")
     await old.take(2, 0, 1.0)
-    waiting = asyncio.create_task(old.take(2, 1, 5.0))
+    waiting = asyncio.create_task(old.take(2, 1, 60.0))
     await asyncio.sleep(0)
     await new.attach(0, None)
     for call in (old.advance(1), old.acknowledge(0), old.finish(), waiting):

@@ -55,7 +55,7 @@ def test_a_learner_is_healthy_as_long_as_it_reports(tmp_path: Path, capsys):
     (run / "config.yaml").write_text(to_yaml(limits_config(url, max_staleness=2)))
     assert main(["status", str(run), "--probe", "learner"]) == 1
     assert "no learner has reported in" in capsys.readouterr().out
-    for age_s, code, sentence in ((0, 0, "healthy"), (60, 1, "last reported 6")):
+    for age_s, code, sentence in ((0, 0, "healthy"), (3600, 1, "last reported 36")):
         report = LearnerStatus(
             policy_version=1,
             learner_term=1,

@@ -32,7 +32,7 @@ async def engine(
 
 
 async def until_running(engine: ServedEngine, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while engine.gauges()["num_active"] < count:
             await asyncio.sleep(0.001)
 
@@ -80,7 +80,7 @@ async def test_without_recompute_kv_nobody_else_gets_the_old_cache(engine, tmp_p
     waiting = [asyncio.create_task(engine.generate(prompt, short)) for _ in range(4)]
     # To the server, whose queue they reach while the four are sampled.
     engine._slots.release(), engine._slots.release()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while (await engine._server.readings())["num_waiting"] < 2:
             await asyncio.sleep(0.001)
     await engine.load_weights(update_to(make_model(seed=1), 1, tmp_path / "one.safetensors"))

@@ -644,7 +644,10 @@ def test_the_view_names_what_the_run_waits_for_and_its_part_of_the_step_time(tmp
     assert wait_shares(LINES) == "waits 20 %"
 
 
-def test_the_view_reads_the_wait_of_a_learner_that_reports(tmp_path):
+def test_the_view_reads_the_wait_of_a_learner_that_reports(tmp_path, monkeypatch):
+    now_s = time.time()
+    monkeypatch.setattr("time.time", lambda: now_s)
+
     def write(**fields: object) -> None:
         status = LearnerStatus(
             policy_version=30,
@@ -658,9 +661,9 @@ def test_the_view_reads_the_wait_of_a_learner_that_reports(tmp_path):
         (tmp_path / "learner.json").write_text(json.dumps(content))
 
     assert notes(tmp_path) == []
-    write(time_s=time.time())
+    write(time_s=now_s)
     assert notes(tmp_path) == ["step 31 waits for prompt 812"]
-    write(time_s=time.time() - 60.0)
+    write(time_s=now_s - 60.0)
     (silence,) = notes(tmp_path)
     assert silence == "the learner has not reported for 60 s; its last report: waits for groups"
 

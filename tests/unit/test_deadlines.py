@@ -54,7 +54,7 @@ async def test_a_group_that_never_ends_has_failed_at_its_deadline(hangs: str, en
             runner = dataclasses.replace(runner, reward=endless)
     await run.learner.attach(0, None)
     lease = await lease_one(run.learner, "a", "g", 0.0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         with pytest.raises(RolloutError, match=r"generator\.group_deadline_s, which is 0\.05 s"):
             await runner.run(lease)
 
@@ -73,7 +73,7 @@ async def test_a_timeout_of_the_users_own_is_not_called_the_deadline():
 
 async def test_rewards_that_never_end_take_no_thread_from_weight_updates(endless):
     calls = [asyncio.create_task(endless.score([None])) for _ in range(40)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         assert await asyncio.to_thread(lambda: "loaded") == "loaded"
     assert not any(call.done() for call in calls)
     for call in calls:
@@ -93,7 +93,7 @@ def test_a_reward_that_never_ends_does_not_keep_the_process():
         "    call.cancel()\n"
         "asyncio.run(main())\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=30, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300, cwd=ROOT)
 
 
 SOURCES = [

@@ -73,7 +73,7 @@ class HangingEnvironment(CountingEnvironment):
 async def group_of(run: Run, **changes: object) -> TrajectoryGroup:
     runner = dataclasses.replace(run.runner, **changes)
     await run.learner.attach(0, None)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         return await runner.run(await lease_one(run.learner, "a", "g", 0.0))
 
 
@@ -128,7 +128,7 @@ async def test_what_was_sampled_in_earlier_turns_is_kept(at_stop: int):
     engine = HalfSlowEngine(at_stop)
     running = episode(engine)
     ending = asyncio.create_task(running.run(context(), SAMPLING))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await engine.is_sampling.wait()
         running._stop.set()
         rollout = await ending
@@ -223,7 +223,7 @@ async def test_the_tokens_of_the_longest_sibling_are_known_while_it_is_sampled()
     assert (GroupProgress().num_tokens, progress.num_tokens) == (-1, -1)
     engine.at_stop = 5
     running = asyncio.create_task(first.run(context(), SAMPLING))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while progress.num_tokens != 5:
             await asyncio.sleep(0)
     engine.at_stop = 3

@@ -54,7 +54,7 @@ def start_buffer(server: ForkServer, config: Path, pipe: ErrorPipe) -> ForkedPro
 
 
 def code(process: ForkedProcess) -> int:
-    return asyncio.run(asyncio.wait_for(process.wait(), 30))
+    return asyncio.run(asyncio.wait_for(process.wait(), 120))
 
 
 def test_a_forked_command_is_a_child_of_the_launcher_and_looks_like_an_executed_one(

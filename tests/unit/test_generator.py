@@ -199,7 +199,7 @@ class Run:
             yield generator
         finally:
             generator.stop()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 await running
 
     async def train(self, version: int) -> None:
@@ -351,7 +351,7 @@ async def assert_gives_up(run: Run, reason: str) -> None:
     await run.learner.attach(0, None)
     generator = run.generator()
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(generator.run(), 10)
+        await asyncio.wait_for(generator.run(), 120)
     sentence = f"^{reason}; 32 groups have failed one after the other$"
     assert caught.group_contains(RolloutError, match=sentence)
 
@@ -418,7 +418,7 @@ async def test_an_engine_that_dies_takes_the_generator_with_it():
     run.engine.failure = RuntimeError("the engine's thread has died")
     generator = run.generator()
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(generator.run(), 10)
+        await asyncio.wait_for(generator.run(), 120)
     assert caught.group_contains(RuntimeError, match="thread has died")
 
 
@@ -617,7 +617,7 @@ async def test_a_drained_generator_finishes_its_groups_and_leaves():
     await run.until(lambda: run.books.leased == 4)
     await run.learner.set_scheduling_state("g", SchedulingState.DRAINING)
     run.engine.open.set()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 120)
     assert (run.books.buffered, run.books.granted, run.books.dropped) == (4, 4, {})
     stats = await run.learner.stats()
     assert (stats.generators, stats.scheduling_states) == ((), {})
@@ -646,7 +646,7 @@ async def test_a_generator_whose_id_another_process_took_leaves():
     running = asyncio.create_task(old.run())
     await run.until(lambda: run.books.leased == 4)
     async with run.generating():
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 120)
         run.engine.open.set()
         await run.until(lambda: run.books.buffered == 4)
     assert run.books.dropped == {DropReason.EXPIRED: 4}
@@ -797,7 +797,7 @@ async def test_the_end_of_the_run_ends_the_generator():
     running = asyncio.create_task(generator.run())
     await run.until(lambda: run.books.buffered == 4)
     await run.learner.finish()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 120)
 
 
 class CountingEnvironment:

@@ -154,7 +154,7 @@ async def test_recompute_kv_makes_every_token_one_of_its_version(
     def waiting(batch: RunningBatch, version: int) -> None:
         if batch.num_tokens == 8:
             reached.set()
-            may_go_on.wait(30)
+            may_go_on.wait(120)
         step(batch, version)
 
     monkeypatch.setattr(RunningBatch, "step", waiting)
@@ -167,10 +167,10 @@ async def test_recompute_kv_makes_every_token_one_of_its_version(
     )
     request = HfRequest((5, 6, 7, 8, 9), SamplingParams(max_new_tokens=20))
     answer = asyncio.create_task(engine.generate(request.prompt, request.sampling))
-    await asyncio.to_thread(reached.wait, 30)
+    await asyncio.to_thread(reached.wait, 120)
     update = update_to(make_llama(1), 1, tmp_path / "update.safetensors")
     loading = asyncio.create_task(engine.load_weights(update))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not engine._commands:
             await asyncio.sleep(0.001)
     may_go_on.set()

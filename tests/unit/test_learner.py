@@ -206,13 +206,13 @@ class Run:
 
     async def until_held(self, num_held: int | None, num_calls: int) -> None:
         """Until the learner has asked so often for a loan of more groups than these."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while self.buffer.held.count(num_held) < num_calls:
                 assert not self.task.done(), self.task
                 await asyncio.sleep(0.005)
 
     async def end(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await self.task
 
 
@@ -274,7 +274,7 @@ async def test_a_version_that_generators_may_wait_for_is_published_early(monkeyp
     weights = config.weights.model_copy(update={"publish_every": 3})
     run = Run(config.model_copy(update={"weights": weights}))
     await run.buffer.lend(*make_groups(0, 3))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while run.sender.versions != [0, 1]:
             await asyncio.sleep(0.005)
     await run.until_held(0, num_calls=6)

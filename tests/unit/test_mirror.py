@@ -315,6 +315,8 @@ def test_a_store_that_is_gone_ends_no_run_and_is_told_once(machine, monkeypatch)
 
 
 def test_a_status_says_when_all_was_last_there_and_what_fails_since(machine, monkeypatch):
+    now_s = time.time()
+    monkeypatch.setattr("time.time", lambda: now_s)
     one = machine("one")
     assert of_status(one) == f"{one.config.run.folder_mirror} has nothing of the run yet"
     one.begin(FIRST)
@@ -333,8 +335,7 @@ def test_a_status_says_when_all_was_last_there_and_what_fails_since(machine, mon
     again.mirror.take(resume=True, new=False)
     monkeypatch.setattr(again.mirror, "_put_records", refuse)
     assert not again.bring()
-    later_s = time.time() + 300
-    monkeypatch.setattr("time.time", lambda: later_s)
+    now_s += 300
     assert of_status(one) == f"{one.mirror.url} whole 5 min ago; gone"
 
 

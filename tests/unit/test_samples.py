@@ -477,7 +477,7 @@ def test_a_step_waits_for_no_sample(tmp_path, monkeypatch):
     may_go_on = threading.Event()
 
     def slow(token_ids) -> str:
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(120)
         return letters(token_ids)
 
     writer = make_writer(tmp_path, monkeypatch, slow, [])

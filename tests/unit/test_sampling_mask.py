@@ -289,7 +289,7 @@ async def test_the_engine_gives_what_the_configuration_asks_for():
         make_llama(0), eos_token_ids=frozenset({EOS}), max_num_seqs=2, max_model_len=32
     )
     sampling = sampling_of(top_k=4, keep_sampling_mask=True, num_top_logprobs=2)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         completion = await engine.generate([5, 6], sampling)
     await engine.close()
     assert completion.sampling_mask is not None

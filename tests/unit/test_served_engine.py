@@ -155,7 +155,7 @@ async def test_a_request_given_up_for_an_update_begins_anew():
     server.at_load = given_up
     engine = engine_on(server)
     running = asyncio.create_task(engine.generate([5], ONE))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not server.asked:
             await asyncio.sleep(0)
     update = WeightUpdate(policy_version=7, learner_id="h", manifest=(), endpoint=None, key=b"")  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ async def test_what_a_server_does_not_take_while_it_loads_is_asked_again_after_i
     engine = engine_on(server, retry_timeout_s=0.1)
     update = WeightUpdate(policy_version=7, learner_id="h", manifest=(), endpoint=None, key=b"")  # type: ignore[arg-type]
     loading = asyncio.create_task(engine.load_weights(update))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not engine._num_loads_begun:
             await asyncio.sleep(0)
         running = asyncio.create_task(engine.generate([5], ONE))
@@ -209,7 +209,7 @@ async def test_a_stopped_request_is_aborted_until_it_is_answered_with_what_was_s
     engine = engine_on(server)
     two = SamplingParams(max_new_tokens=2)
     running = asyncio.create_task(engine.generate([5], two, handle))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not server.asked:
             await asyncio.sleep(0)
         handle.stop.set()
@@ -236,7 +236,7 @@ async def test_a_server_that_stays_away_ends_every_request():
     waiting = [asyncio.create_task(engine.generate([5], ONE)) for _ in range(3)]
     await asyncio.sleep(0)
     server.is_gone = True
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         for task in waiting:
             with pytest.raises(TransportError, match=r"is gone .*nobody there"):
                 await task
@@ -262,7 +262,7 @@ async def test_a_server_that_fails_everything_is_asked_ever_more_slowly():
         with pytest.raises(RolloutError, match="/generate was answered with 500: no"):
             await engine.generate([5], ONE)
         times.append(time.monotonic() - start)
-    assert times[3] > 0.35 > 0.05
+    assert times[3] > 0.35
     await engine.generate([5], ONE)
     assert engine._num_failed == 0
     await engine.close()
@@ -273,11 +273,11 @@ async def test_a_stopped_request_that_waits_for_a_slot_is_answered_at_once():
     running = [asyncio.create_task(engine.generate([5], ONE)) for _ in range(2)]
     handle = CompletionHandle()
     waiting = asyncio.create_task(engine.generate([5], ONE, handle))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while engine.gauges()["num_waiting"] < 2:
             await asyncio.sleep(0)
     handle.stop.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         answer = await waiting
     assert (len(answer.token_ids), answer.finish_reason) == (0, FinishReason.DEADLINE)
     assert not any(task.done() for task in running)
@@ -291,7 +291,7 @@ async def test_with_an_old_cache_a_request_that_started_after_an_update_is_sent_
     server = FakeServer(late, of_seven)
     engine = engine_on(server, keeps_old_kv=True)
     running = asyncio.create_task(engine.generate([5], ONE))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not server.asked:
             await asyncio.sleep(0)
     update = WeightUpdate(policy_version=7, learner_id="h", manifest=(), endpoint=None, key=b"")  # type: ignore[arg-type]
@@ -322,11 +322,11 @@ async def test_an_answer_from_before_the_learner_went_back_says_nothing_of_the_s
         )
         await engine.load_weights(update)
         running = running or asyncio.create_task(engine.generate([5], ONE))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not server.asked:
                 await asyncio.sleep(0)
     late.set_result(of_seven)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         assert (await running).policy_versions.tolist() == [7]
         assert (await engine.generate([5], ONE)).policy_versions.tolist() == [5]
     assert len(server.asked) == 2
@@ -338,12 +338,12 @@ async def test_requests_beyond_twice_the_slots_wait_on_this_side():
     server.num_refusals = 1
     engine = engine_on(server, max_num_seqs=2)
     waiting = [asyncio.create_task(engine.generate([5], ONE)) for _ in range(7)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while len(server.asked) < 4 or engine.gauges()["num_active"] != 1:
             await asyncio.sleep(0.001)
     assert engine.gauges()["num_waiting"] == 2 + 3
     waiting[0].cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while len(server.asked) < 5:
             await asyncio.sleep(0.001)
     assert server.aborted == [server.asked[0].id]
@@ -507,7 +507,7 @@ async def test_an_idle_connection_is_left_before_its_server_closes_it(
 @pytest.mark.parametrize(("end", "code"), [("exit 3", "3"), ("kill -ILL $$", "SIGILL")])
 def test_a_server_process_that_ends_is_reported_with_its_last_log_line(tmp_path, end, code):
     process = ServerProcess(["sh", "-c", f"echo out of memory; {end}"], tmp_path / "logs" / "log")
-    process._process.wait(20)
+    process._process.wait(120)
     with pytest.raises(TransportError, match=f"ended with {code}: out of memory"):
         process.require_alive()
 
@@ -525,7 +525,7 @@ time.sleep(600)
 def test_a_server_process_ends_with_its_owner_however_that_ended(tmp_path: Path):
     log = tmp_path / "log"
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(log)])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     family: list[psutil.Process] = []
     while len(family) < 3 and time.monotonic() < deadline:
         family = psutil.Process(owner.pid).children(recursive=True)
@@ -533,7 +533,7 @@ def test_a_server_process_ends_with_its_owner_however_that_ended(tmp_path: Path)
     assert len(family) == 3, "the guard, the server and the server's own child"
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=120)
     assert not alive
 
 

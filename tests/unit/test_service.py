@@ -146,7 +146,7 @@ def test_an_address_that_cannot_be_bound_is_named_with_its_setting(address, kind
 def test_the_first_signal_asks_to_drain(tmp_path):
     async def main(shutdown: Shutdown) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(shutdown.requested.wait(), 5)
+        await asyncio.wait_for(shutdown.requested.wait(), 120)
 
     code, log = run(tmp_path, main)
     assert code == 0
@@ -157,7 +157,7 @@ def test_a_daemon_drains_when_its_launcher_has_ended(tmp_path, monkeypatch):
     monkeypatch.setenv("STREAMRL_PARENT_PID", str(os.getppid() + 1))
 
     async def main(shutdown: Shutdown) -> None:
-        await asyncio.wait_for(shutdown.requested.wait(), 5)
+        await asyncio.wait_for(shutdown.requested.wait(), 120)
 
     code, log = run(tmp_path, main)
     assert (code, "the launcher has ended" in log) == (0, True)
@@ -218,11 +218,11 @@ def test_the_second_signal_stops_at_once(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
             await shutdown.requested.wait()
             os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
 
         service.run(main, role="test", config=make_config(tmp_path))
         os._exit(99)
     start = time.monotonic()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 1
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300

@@ -66,7 +66,7 @@ async def nothing() -> None:
 
 
 async def take(session: LearnerSession) -> TakenBatch:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         loan = await session.take(nothing)
     assert loan is not None
     return loan
@@ -96,7 +96,7 @@ async def test_a_wait_for_groups_ends_when_the_learner_stops():
     await asyncio.sleep(0.05)
     assert not taking.done()
     session.stopping.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         assert await taking is None
 
 

@@ -167,10 +167,10 @@ def test_sglangs_own_function_joins_our_group():
             group_name="a-name",
         )
         ours = store.join(prefix_of("a-name"), 2, "gloo", 20.0)
-        group, got = theirs.result(20), torch.zeros(6)
+        group, got = theirs.result(120), torch.zeros(6)
         receiving = pool.submit(torch.distributed.broadcast, got, 0, group)
         ours.broadcast(torch.arange(6.0))
-        receiving.result(20)
+        receiving.result(120)
     assert got.tolist() == [0, 1, 2, 3, 4, 5]
     torch.distributed.destroy_process_group(group)
     ours.close()

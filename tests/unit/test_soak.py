@@ -20,7 +20,7 @@ from tests.research.soak_faults import plan
 from tests.research.soak_record import SOAK_FILE, disk_values, rows
 from tests.waiting import block_until
 
-until = partial(block_until, deadline_s=30)
+until = partial(block_until, deadline_s=120)
 
 ROLES = ("buffer", "learner", "generator-0", "generator-1")
 PARENT = """

@@ -69,7 +69,7 @@ def make_reporter(folder: Path, buffer: MemoryBuffer) -> StatusReporter:
 
 async def reporting(reporter: StatusReporter, until: Callable[[], bool]) -> None:
     task = asyncio.create_task(reporter.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not until():
             assert not task.done()
             await asyncio.sleep(0.005)

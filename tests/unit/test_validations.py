@@ -31,7 +31,7 @@ async def lend_batch(run: Run) -> None:
 
 
 async def until(run: Run, condition: object) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():
             assert not run.task.done(), run.task
             await asyncio.sleep(0.005)

@@ -90,7 +90,7 @@ def test_a_run_with_a_vllm_and_an_hf_generator_learns_from_both(
     launch = start("launch", str(config), "--no-view", *set_options(steps, *SIZES))
     output = launch.communicate(timeout=DEADLINE_S)[0]
     assert launch.returncode == 0, output
-    assert generator.wait(timeout=30) == 0, run.log("vllm-0")[-3000:]
+    assert generator.wait(timeout=DEADLINE_S) == 0, run.log("vllm-0")[-3000:]
 
     lines = run.lines
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
@@ -120,5 +120,5 @@ def test_a_killed_vllm_generator_leaves_no_process_behind(
     assert len(family) >= 2, "vLLM's engine core and its worker"
     generator.send_signal(signal.SIGKILL)
     generator.wait()
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=DEADLINE_S)
     assert not alive, [process.cmdline() for process in alive]

@@ -75,7 +75,7 @@ class Server:
         guard = psutil.Process(self.process._process.pid)
         for child in guard.children(recursive=True):
             child.kill()
-        guard.wait(30)
+        guard.wait(DEADLINE_S)
 
     def posts(self, path: str) -> int:
         """How many such requests it has answered."""

@@ -38,7 +38,7 @@ def test_a_loop_and_a_run_that_learns_are_measured(tmp_path: Path, capsys):
 LINE = 'print(\'{"benchmark": "b", "case": "a|b", "seconds": 12345.6}\')'
 
 
-def stage(name: str, code: str, limit_s: float = 20.0) -> Stage:
+def stage(name: str, code: str, limit_s: float = 120.0) -> Stage:
     return Stage(name, limit_s, ("-c", code), (), ("case", "seconds"))
 
 

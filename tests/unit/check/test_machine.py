@@ -393,7 +393,8 @@ def test_a_real_redis_is_asked(tmp_path):
         assert isinstance(facts, RedisFacts)
         assert (facts.aof_enabled, facts.appendfsync) == (True, "everysec")
         assert (facts.maxmemory, facts.maxmemory_policy) == (64 * 2**20, "allkeys-lru")
-        assert abs(facts.skew_s) < 1.0
+        # Of one machine, which may stand still between question and answer.
+        assert abs(facts.skew_s) < 60.0
         assert the_one(check_redis(facts, server.url)).cause == "redis memory"
         url = server.url
     assert "Connect call failed" in str(ask_redis(redis_config(url, tmp_path)))

@@ -158,7 +158,7 @@ async def test_a_close_that_hangs_holds_nobody_up(monkeypatch, caplog):
     async def hanging_close(self) -> None:
         await asyncio.Event().wait()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         rollout = await run(counted(close=hanging_close))
     assert len(rollout.turns) == 3
     assert "close of an environment is given up after 0.05 s" in caplog.text

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+import httpx2
 import numpy as np
 
 from streamrl.interfaces import CompletionHandle, Message, Prompt, ToolSchema
@@ -10,6 +11,11 @@ from streamrl.types import Completion, FinishReason, SamplingParams
 
 END = ord(";")
 SAMPLING = SamplingParams(max_new_tokens=8)
+
+
+def client() -> httpx2.AsyncClient:
+    """One that waits for an answer as long as a slow machine takes for it."""
+    return httpx2.AsyncClient(timeout=120)
 
 
 def ids(text: str) -> tuple[int, ...]:

@@ -238,9 +238,10 @@ async def test_a_program_may_have_nothing_to_print_for_one_of_its_inputs():
 async def test_outputs_are_compared_before_all_inputs_have_run(monkeypatch):
     """What is wrong early does not run on."""
     monkeypatch.setattr("actors.rewards.code.reward._BUDGET_S", 0.0)
-    code = "import time\nn = input()\ntime.sleep(0 if n == '0' else 30)\nprint(7)"
+    code = "import time\nn = input()\ntime.sleep(0 if n == '0' else 600)\nprint(7)"
     row = {"tests": {"inputs": ["0", "1"], "outputs": ["8", "7"]}}
-    assert await asyncio.wait_for(score(block(code), **row), 20) == 0.0
+    scoring = score(block(code), kwargs={"time_s": 600.0}, **row)
+    assert await asyncio.wait_for(scoring, 120) == 0.0
     code = "print(int(input()) + 1)"
     row = {"tests": {"inputs": ["0", "1", "2"], "outputs": ["1", "2", "3"]}}
     assert await score(block(code), **row) == 1.0

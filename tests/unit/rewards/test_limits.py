@@ -90,7 +90,7 @@ async def test_threads_that_hang_are_bounded_and_come_back(reward, monkeypatch, 
     with pytest.raises(RewardError, match=r"2 earlier calls have not returned.*isolation: process"):
         await hanging.score([episode()])
     sys.modules[tmp_path.name].over.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while True:
             try:
                 assert values(await hanging.score([episode()])) == [1.0]
@@ -112,7 +112,7 @@ async def test_what_is_raised_and_no_exception_fails_its_group(reward, name):
 
 
 async def test_an_answer_without_end_is_refused(reward):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         with pytest.raises(RewardError, match="it must return 2 finite numbers"):
             await reward("endless").score([episode(), episode()])
 

@@ -36,7 +36,7 @@ def endpoint(server: RendezvousServer, **fields: object) -> BroadcastEndpoint:
         world_size=2,
         backend="gloo",
         bucket_bytes=600,
-        timeout_s=5.0,
+        timeout_s=60.0,
         key=server.key,
     )
     return replace(known, **fields)
@@ -81,7 +81,7 @@ async def test_two_members_broadcast_and_a_third_place_is_waited_for_until_the_t
     start = time.monotonic()
     with pytest.raises(WeightTransferError, match="group other did not form: no answer"):
         groups.join(endpoint(server, group="other", timeout_s=0.3))
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 def test_a_network_that_is_away_fails_the_update_alone(server, monkeypatch):

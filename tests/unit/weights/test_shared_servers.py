@@ -33,7 +33,7 @@ async def test_a_version_is_sent_once_for_each_server(tmp_path):
 
 
 async def test_a_load_that_fails_is_given_to_another_receiver_on_the_server(tmp_path):
-    async with run(tmp_path) as started:
+    async with run(tmp_path, deadline_s=8) as started:
         a, _ = started.join("a", server="x:1")
         a.fails = True
         b, _ = started.join("b", server="x:1")

@@ -81,7 +81,7 @@ class Run:
         curve: Path | None = None,
         **settings: object,
     ) -> None:
-        chosen = {"address": "tcp://127.0.0.1:0", "bucket_bytes": 600, "deadline_s": 8, **settings}
+        chosen = {"address": "tcp://127.0.0.1:0", "bucket_bytes": 600, "deadline_s": 60, **settings}
         layout = Layout(manifest_of(parameters(0.0)), int(str(chosen["bucket_bytes"])))
         self._tasks = tasks
         self._curve = curve
