@@ -17,7 +17,7 @@ from streamrl.errors import ConfigError
 from streamrl.types import LoadReport, WeightUpdate
 from tests.engines import ENVIRONMENT
 from tests.ports import free_port
-from tests.system.conftest import CONFIG, STREAMRL
+from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL
 from tests.terminal import Terminal
 from tests.unit.test_generator import FakeEngine
 
@@ -81,7 +81,7 @@ def test_a_load_that_breaks_ends_the_evaluation_with_its_error(config, model, mo
     monkeypatch.setattr("actors.evaluation.make_engine", lambda *_, **__: _Broken())
     elsewhere = changed(config, "generator", engine="sglang", sglang={"url": "http://127.0.0.1:1"})
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(asyncio.wait_for(greedy_groups(elsewhere, model), 30))
+        asyncio.run(asyncio.wait_for(greedy_groups(elsewhere, model), DEADLINE_S))
     assert raised.group_contains(RuntimeError, match="no room for version 0")
 
 

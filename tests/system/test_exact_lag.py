@@ -18,12 +18,11 @@ from tests.research import ablate as ablation_script, steer as steer_script
 from tests.research.exact_lag import LaggedRun, main as exact_lag
 from tests.research.lag import Lag
 from tests.research.script import run_script
-from tests.system.conftest import CONFIG, script
+from tests.system.conftest import CONFIG, DEADLINE_S, script
 from tests.waiting import block_until
 
 TIMES = ("_s", "_per_s")
 K3 = "mismatch/mismatch_k3_kl"
-DEADLINE_S = 120.0
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from streamrl.cli.main import main
 from tests.ports import free_port
 from tests.settings import set_options
-from tests.system.conftest import Launched, slow_reward
+from tests.system.conftest import Launched, allow_groups, held_reward
 from tests.system.test_launch import assert_audit_passes, assert_every_step_once
 
 Launch = Callable[..., Launched]
@@ -67,8 +67,8 @@ def test_a_redis_that_does_not_run_is_named(launch: Launch):
 def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(
     launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    reward = f"data.reward={slow_reward(tmp_path, seconds=1.0)}"
-    settings = set_options("run.max_steps=4", "run.evaluate=true", reward)
+    reward = f"data.reward={held_reward(tmp_path, num_groups=0)}"
+    settings = set_options("run.max_steps=6", "run.evaluate=true", reward)
     starting = launch(*settings)
     starting.until(lambda: (starting.folder / "logs" / "learner.log").exists())
     # As a terminal that closes does it.
@@ -76,14 +76,18 @@ def test_ctrl_c_ends_each_phase_cleanly_and_the_hint_goes_on(
     assert main(["status", str(config)]) == 0
     assert f"before the first step; streamrl launch {config} --resume" in capsys.readouterr().out
 
+    # Two steps at least, and five at most.
+    allow_groups(tmp_path, 5 * 4)
     stepping = launch("--resume", file=config)
     stepping.until_step(2)
     assert interrupt(stepping, times=2) == config
 
+    # All that the generator is to score, and not all of the 32 held-out prompts.
+    allow_groups(tmp_path, 7 * 4)
     evaluating = launch("--resume", file=config)
     evaluating.until(lambda: has_child(evaluating, "evaluate"))
     interrupt(evaluating, command="evaluate")
-    assert_every_step_once(evaluating, 4)
+    assert_every_step_once(evaluating, 6)
     assert_audit_passes(evaluating)
     assert not (evaluating.folder / "evaluation.json").exists()
 

@@ -12,7 +12,7 @@ from streamrl.cli.buffer.audit import audit_run
 from streamrl.config import RunConfig, load_config, to_yaml
 from streamrl.run_folder import LEARNER_FILE
 from tests.ports import free_port
-from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, RunFolder, slow_reward
+from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, RunFolder, allow_groups, held_reward
 from tests.waiting import block_until
 
 NUM_STEPS = 8
@@ -22,14 +22,15 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def config(tmp_path: Path, model: Path) -> RunConfig:
-    """Of a run that saves no checkpoint before its end."""
+    """Of a run that saves no checkpoint before its end, which groups are held back from."""
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG.format(folder=tmp_path, model=model))
     settings = (
         f"run.max_steps={NUM_STEPS}",
         "buffer.max_staleness=1",
         "learner.checkpoint.every=99",
-        f"data.reward={slow_reward(tmp_path, seconds=0.2)}",
+        # Three steps at least, and five at most.
+        f"data.reward={held_reward(tmp_path, num_groups=5 * 4)}",
         f"buffer.url=zmq://127.0.0.1:{free_port()}",
         f"weights.address=tcp://127.0.0.1:{free_port()}",
     )
@@ -80,6 +81,7 @@ def test_a_learner_that_died_without_a_checkpoint_goes_on_only_with_resume(
     assert learner_file.read_bytes() == status
     assert len(run.lines) == num_lines
 
+    allow_groups(tmp_path, 1000)
     assert start("learner", "--resume").wait(DEADLINE_S) == 0
     assert buffer.wait(DEADLINE_S) == 0
     assert [line["step"] for line in run.lines] == list(range(1, NUM_STEPS + 1))

@@ -40,8 +40,8 @@ def test_a_lost_machine_costs_the_steps_since_the_last_mirrored_checkpoint(
     launch: Callable[..., Launched], tmp_path: Path, learner_dies_first: bool
 ):
     mirror = tmp_path / "mirror"
-    settings = set_options(f"run.folder_mirror=file://{mirror}", "run.max_steps=24")
-    run = launch(*settings, strict=False)
+    settings = set_options(f"run.folder_mirror=file://{mirror}")
+    run = launch(*settings, *set_options("run.max_steps=100000"), strict=False)
     if learner_dies_first:
         run.until_step(7)
         run.child("learner").send_signal(signal.SIGKILL)
@@ -49,10 +49,11 @@ def test_a_lost_machine_costs_the_steps_since_the_last_mirrored_checkpoint(
     lose(run)
     newest = max(mirrored_steps(mirror))
 
-    run = launch(*settings, "--resume")
+    num_steps = newest + 12
+    run = launch(*settings, *set_options(f"run.max_steps={num_steps}"), "--resume")
     assert run.end() == 0, run.output
     assert f"fetching the run at step {newest} from file://{mirror}/run" in run.output
-    assert_every_step_once(run, 24)
+    assert_every_step_once(run, num_steps)
     assert_books_close(run)
     assert_audit_passes(run)
     assert f"file://{mirror}/run has the run's folder" in run.output
@@ -63,7 +64,7 @@ def test_a_lost_machine_costs_the_steps_since_the_last_mirrored_checkpoint(
     assert not [path for path in there if path.parts[0] in ("buffer", "weights", "keys")]
     kept = [int(path.name[5:]) for path in list_checkpoints(run.folder)]
     assert sorted(mirrored_steps(mirror)) == kept
-    assert kept[-1] == 24
+    assert kept[-1] == num_steps
     trained = (mirror / "run" / "trained.jsonl").read_text().splitlines()
     prompts = [index for line in trained for index in json.loads(line)["prompt_indices"]]
-    assert len(prompts) == len(set(prompts)) == 24 * 4
+    assert len(prompts) == len(set(prompts)) == num_steps * 4

@@ -9,7 +9,7 @@ import pytest
 from learners.replay import MEASURES
 from learners.step_record import recorded_steps
 from streamrl.cli.buffer.audit import audit_run
-from tests.system.conftest import Launched
+from tests.system.conftest import Launched, allow_groups, held_reward
 from tests.system.test_docs import RUN_BY
 from tests.system.test_launch import output_of
 
@@ -23,10 +23,13 @@ def commands() -> tuple[str, ...]:
 @pytest.mark.long
 def test_a_run_whose_learner_was_killed_is_replayed_bit_for_bit(launch: Launch, tmp_path: Path):
     start, same, other = commands()
-    settings = ("--set=learner.checkpoint.keep=9",)
+    # Five steps at least, and eight at most, before the learner is killed.
+    reward = f"--set=data.reward={held_reward(tmp_path, num_groups=8 * 4)}"
+    settings = ("--set=learner.checkpoint.keep=9", reward)
     run = launch("--new", *settings, *start.partition("--new")[2].split(), strict=False)
     run.until_step(5)
-    run.child("learner").kill()
+    run.kill("learner")
+    allow_groups(tmp_path, 1000)
     assert run.end() == 0, run.output
     assert [line["step"] for line in run.lines] == list(range(1, 13))
     assert sorted(recorded_steps(run.folder)) == list(range(1, 13))

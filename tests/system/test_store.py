@@ -16,7 +16,7 @@ from streamrl.weights.transports.receive import TransferReceiver
 from streamrl.weights.transports.store import ObjectStore, StoreReader
 from tests.ports import free_port
 from tests.settings import set_options
-from tests.system.conftest import STREAMRL, Launched, slow_reward
+from tests.system.conftest import DEADLINE_S, STREAMRL, Launched, slow_reward
 from tests.system.test_launch import (
     assert_audit_passes,
     assert_books_close,
@@ -54,7 +54,7 @@ def test_a_run_by_differences_survives_kill_9_and_samples_with_the_very_weights(
     Synchronous, so that every token's log-probability can be compared with the learner's.
     """
     store = tmp_path / "store"
-    settings = ("run.max_steps=24", "generator.count=2", "buffer.max_staleness=0")
+    settings = ("run.max_steps=100000", "generator.count=2", "buffer.max_staleness=0")
     settings += ("weights.full_every=8",)
     by_store = (f"weights.store=file://{store}", "weights.transport=store")
     by_way = by_store if way == "store" else BROADCAST
@@ -63,9 +63,12 @@ def test_a_run_by_differences_survives_kill_9_and_samples_with_the_very_weights(
     run.child("generator-0").send_signal(signal.SIGKILL)
     run.until(lambda: "was killed by SIGKILL" in run.log("generator-0"))
     run.until_step(12)
-    run.child("learner").send_signal(signal.SIGKILL)
-    assert run.end() == 0, run.output
-    lines = assert_every_step_once(run, 24)
+    run.kill("learner")
+    run.until(lambda: run.log("learner").count("attached at version") == 2)
+    run.until_step(run.newest["step"] + 10)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.output
+    lines = assert_every_step_once(run, len(run.lines))
     assert_books_close(run)
     assert_audit_passes(run)
     gaps = [abs(line["mismatch/staleness_0/kl"]) for line in lines]
@@ -78,7 +81,7 @@ def test_a_run_by_differences_survives_kill_9_and_samples_with_the_very_weights(
     assert lines[-1]["weights/store_bytes"] > 0
     version, weights = stored_weights(store, tmp_path / "scratch")
     step, saved = saved_weights(run)
-    assert version == step == 24
+    assert version == step == len(lines)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in weights.items())
 
 
@@ -108,7 +111,7 @@ def test_a_generator_that_cannot_reach_the_learner_joins_by_the_store(
         assert all(line["buffer/staleness_max"] <= 2 for line in run.lines)
     finally:
         far.send_signal(signal.SIGTERM)
-        assert far.wait(30) == 0
+        assert far.wait(DEADLINE_S) == 0
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130, run.output
     assert_books_close(run)

@@ -1,7 +1,6 @@
 """Versions are validated while a run trains; a validator that is killed costs a validation."""
 
 import re
-import signal
 
 import pytest
 
@@ -11,10 +10,16 @@ from streamrl.tracking.jsonl import read_validations
 from tests.settings import set_options
 
 REWARD = """
-import sys, time
+import itertools, pathlib, sys, time
+
+groups = itertools.count(1)
 
 def score(episodes):
-    time.sleep(0.2 if "validator" in sys.argv else 0.5)
+    is_validator = "validator" in sys.argv
+    time.sleep(0.2 if is_validator else 0.5)
+    is_held = is_validator and next(groups) > 32
+    while is_held and not pathlib.Path({go!r}).exists():
+        time.sleep(0.05)
     return [float(e.response.strip() == e.prompt.answer) for e in episodes]
 """
 BEGUN = re.compile(r"validating version ([1-9]\d*) on 32 prompts")
@@ -22,8 +27,9 @@ BEGUN = re.compile(r"validating version ([1-9]\d*) on 32 prompts")
 
 @pytest.mark.long
 def test_a_killed_validator_delays_nobody_and_the_last_version_is_validated(launch, tmp_path):
+    """It is killed in its second validation, which does not end before."""
     reward = tmp_path / "slow.py"
-    reward.write_text(REWARD)
+    reward.write_text(REWARD.format(go=str(tmp_path / "go")))
     settings = (
         f"data.reward={reward}:score",
         "validation.every=4",
@@ -35,8 +41,8 @@ def test_a_killed_validator_delays_nobody_and_the_last_version_is_validated(laun
     )
     run = launch(*set_options(*settings), strict=False)
     run.until(lambda: BEGUN.search(run.log("validator")) is not None)
-    validator = run.child("validator")
-    validator.send_signal(signal.SIGKILL)
+    run.kill("validator")
+    (tmp_path / "go").touch()
     (interrupted,) = map(int, BEGUN.findall(run.log("validator")))
     assert f"version {interrupted}: mean@4" not in run.log("validator")
     assert run.end() == 0, run.log("learner")
@@ -64,7 +70,7 @@ def test_a_run_with_held_out_prompts_has_a_baseline_and_a_final_score_without_be
 ):
     """Of which the last validation is the evaluation: the checkpoint is not scored again."""
     reward = tmp_path / "slow.py"
-    reward.write_text(REWARD)
+    reward.write_text(REWARD.format(go=str(tmp_path)))
     held_out = ("data.eval_source=copy", "data.num_eval_prompts=8", "run.evaluate=true")
     settings = (*held_out, f"data.reward={reward}:score")
     run = launch(*set_options(*settings))
@@ -85,5 +91,5 @@ def test_a_run_that_ends_before_its_validator_has_reported_waits_for_it(launch):
     settings = ("data.eval_source=copy", "data.num_eval_prompts=8", "run.max_steps=2")
     run = launch(*set_options(*settings))
     assert run.end() == 0, run.log("validator")
-    assert read_validations(run.folder).keys() == {0, 2}
+    assert {0, 2} <= read_validations(run.folder).keys()
     assert "versions 0 and 2" in " ".join(run.output.split())
