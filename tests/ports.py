@@ -13,10 +13,11 @@ from collections.abc import Iterator
 _FIRST, _SLICE, _NUM_SLICES = 10_000, 1_000, 10
 
 
-def free_port() -> int:
-    """One that nobody listens on, nor any other test; it comes again after all of the slice."""
+def free_port(count: int = 1) -> int:
+    """One that nobody listens on, nor any other test; it comes again after all of the slice. With a
+    count, the first of so many in a row."""
     for port in itertools.islice(_ports(), _SLICE):
-        if is_free(port):
+        if all(map(is_free, range(port, port + count))):
             return port
     raise AssertionError("no port of this worker's slice is free")
 

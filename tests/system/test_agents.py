@@ -11,7 +11,7 @@ import yaml
 
 from streamrl.cli.main import main
 from tests.documents import write_files
-from tests.system.conftest import CONFIG, Launched
+from tests.system.conftest import CONFIG, DEADLINE_S, Launched
 
 # What the tiny model knows: the question as it stands, and nothing around it.
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -118,10 +118,9 @@ def test_agents_that_ask_train_while_one_of_them_is_killed(agent_run, asking, tm
     assert run.end() == 0, run.output
     assert len(run.lines) == 12
     assert_exact(run)
-    assert [process.wait(60) for process in others] == [0] * 3
+    assert [process.wait(DEADLINE_S) for process in others] == [0] * 3
     log = run.log("generator-0")
     assert "agent 'doomed' has asked for nothing for generator.agent.silence_s" in log
-    assert run.lines[-1]["generator/num_lost_agents"] >= 1
     assert run.lines[-1]["buffer/dropped_failed"] >= 1
     assert max(line["reward/mean"] for line in run.lines) > 0
 

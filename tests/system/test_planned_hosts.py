@@ -26,7 +26,7 @@ def plan(tmp_path: Path, model: Path) -> Plan:
     make_keys(argparse.Namespace(folder=str(tmp_path / "keys")))
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG.format(folder=tmp_path, model=model))
-    port = f"cluster.first_port={free_port() // 2 + 1024}"
+    port = f"cluster.first_port={free_port(3)}"
     settings = (port, "learner.num_ranks=2", "generator.count=2", "run.max_steps=3")
     config = load_config(file, [f"buffer.curve={tmp_path / 'keys'}", *settings]).config
     return make_plan(config, HOSTS)

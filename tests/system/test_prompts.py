@@ -89,10 +89,12 @@ def test_groups_without_a_signal_are_left_out_of_a_run_on_several_sources(launch
     last = run.lines[-1]
     assert last["learner/policy_version"] == 6
     num_left_out = last["buffer/dropped_uniform"]
-    assert 0 < num_left_out <= 2 * 3 * 4 + 3 * last["buffer/granted"]
+    # Three for each that was kept, and for each of the first step's.
+    num_kept = last["buffer/granted"] - num_left_out
+    assert 0 < num_left_out <= 3 * 4 + 3 * num_kept
     assert last["buffer/books_balanced"] == 1
-    assert last["fairness/dropped_uniform_tokens_frac"] > 0
-    assert last["fairness/discarded_tokens_frac"] > 0
+    for name in ("dropped_uniform_tokens_frac", "discarded_tokens_frac"):
+        assert max(line[f"fairness/{name}"] for line in run.lines) > 0
     assert all(line["reward/groups_alike_frac"] == 0 for line in run.lines)
     assert "rows fit into data.max_prompt_length" in run.log("generator-0")
     assert main(["buffer", "audit", str(run.folder)]) == 0

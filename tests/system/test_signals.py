@@ -14,17 +14,16 @@ import psutil
 import pytest
 
 from streamrl.checkpoints.find import list_checkpoints
-from streamrl.config import RunConfig
 from tests.ports import free_port
 from tests.settings import set_options
-from tests.system.conftest import CONFIG, DEADLINE_S, STREAMRL, RunFolder
+from tests.system.conftest import CONFIG, DEADLINE_S, STOP_S, STREAMRL, RunFolder
 from tests.system.test_launch import (
     assert_audit_passes,
     assert_books_close,
     assert_every_step_once,
 )
 
-STOP_S = RunConfig.model_fields["run"].default.stop_s
+UNANSWERED = "no answer from the buffer"
 ENDLESS = ("run.max_steps=100000", "learner.checkpoint.every=1000")
 
 
@@ -91,9 +90,11 @@ def test_a_learner_whose_buffer_is_gone_saves_and_goes_on_later(daemons):
     generator = run.start("generator", "--id", "one", settings=endless)
     learner = run.start("learner", settings=endless)
     run.until_step(6)
+    # It may have waited for the buffer's start.
+    before = run.log("learner").count(UNANSWERED)
     buffer.kill()
     # In the step, or as it tells the buffer of it.
-    run.until(lambda: "no answer from the buffer" in run.log("learner"))
+    run.until(lambda: run.log("learner").count(UNANSWERED) > before)
     assert terminate(learner) == 5
     assert "does not answer; stopped at step" in last_line(run, "learner")
     assert_all_is_saved(run)
@@ -120,7 +121,7 @@ def test_daemons_whose_buffer_never_was(daemons):
     learner, generator = run.start("learner"), run.start("generator", "--id", "one")
     validator = run.start("validator", settings=("validation.every=1",))
     for role in ("learner", "one"):
-        run.until(lambda role=role: "no answer from the buffer" in run.log(role))
+        run.until(lambda role=role: UNANSWERED in run.log(role))
     run.until(lambda: "waiting for the first step" in run.log("validator"))
     # It has not begun: it asks the buffer whose run it holds before it changes anything.
     assert terminate(learner) == 0
@@ -164,10 +165,14 @@ def test_a_learner_of_two_ranks_whose_buffer_is_frozen(daemons):
     run.start("generator", "--id", "one")
     learner = run.start("learner")
     run.until_step(3)
+
+    def num_unanswered() -> int:
+        # A group's own rank fetches it.
+        return sum(run.log(name).count(UNANSWERED) for name in ("learner", "learner-1"))
+
+    before = num_unanswered()
     buffer.send_signal(signal.SIGSTOP)
-    # A group's own rank fetches it.
-    logs = ("learner", "learner-1")
-    run.until(lambda: any("no answer from the buffer" in run.log(name) for name in logs))
+    run.until(lambda: num_unanswered() > before)
     assert terminate(learner) == 5
     assert_all_is_saved(run)
 
