@@ -354,7 +354,7 @@ async def test_calls_may_be_repeated(connect):
     assert (await learner.stats()).books.acknowledged == 2
 
 
-@pytest.mark.parametrize("lease_ttl_s", [2.0])
+@pytest.mark.parametrize("lease_ttl_s", [5.0])
 async def test_a_dead_generators_lease_comes_back(connect):
     dead, alive, learner = connect(), connect(), connect()
     await learner.attach(0, None)
