@@ -6,8 +6,9 @@
 
 Runs what `streamrl launch --new` runs and injects what `tests.research.faults` plans from the
 seed; the supervisor restarts what was killed. Each step that the learner makes, also one
-that a later fault undoes, is held against the bound on staleness. When the run has ended, it is
-audited as by `streamrl buffer audit`. Exit code 1 if anything is not in order.
+that a later fault undoes, is held against the bound on staleness. After `run.max_steps` and the
+last fault the learner is asked to end, and the run is audited as by `streamrl buffer audit`. Exit
+code 1 if anything is not in order.
 """
 
 import argparse
@@ -28,7 +29,6 @@ from rich.console import Console
 from streamrl.checkpoints.find import checkpoints_of
 from streamrl.checkpoints.history import read_history
 from streamrl.cli.arguments import options
-from streamrl.cli.buffer.audit import audit_run
 from streamrl.cli.launch import run_here
 from streamrl.cli.processes import restarts
 from streamrl.cli.processes.fork_server import forking
@@ -39,7 +39,9 @@ from streamrl.config.loading.load import configuration
 from streamrl.durable_files import write_file
 from streamrl.errors import EXIT_CONFIG, ConfigError
 from streamrl.run_folder import prepare
+from tests.research.endless import audit as audit_of, end, endless
 from tests.research.faults import (
+    LEARNER,
     Fault,
     FaultKind,
     complete_checkpoints,
@@ -88,11 +90,11 @@ def main(arguments: argparse.Namespace) -> int:
     # A hundred faults that this script causes are not a program that fails again and again.
     at_once = mock.patch.object(restarts, "LONGEST_DELAY_S", restarts.FIRST_DELAY_S)
     with sole_launch(config.run.path), at_once:
-        config = prepare(_with_restarts(config, sum(counts.values())), resume=False, new=True)
         killer = Killer(config, counts, arguments, console)
+        config = prepare(endless(config, sum(counts.values())), resume=False, new=True)
         with forking() as fork_server:
             run_here(config, console, new=True, fork_server=fork_server, background=killer.run)
-    audit = audit_run(config.run.path, complete=config)
+    audit = audit_of(config)
     faults = [*killer.wrong, *audit.faults]
     injected = [asdict(fault) for fault in killer.injected]
     record = {
@@ -102,8 +104,7 @@ def main(arguments: argparse.Namespace) -> int:
         "faults": faults,
     }
     write_file(config.run.path / "chaos.json", json.dumps(record, indent=1) + "\n")
-    planned = sum(counts.values())
-    console.print(f"seed {arguments.seed}, {len(injected)} of {planned} faults before the end")
+    console.print(f"{len(injected)} faults were injected (seed {arguments.seed})")
     for line in (*audit.findings, *(f"WRONG: {fault}" for fault in faults)):
         console.print(line)
     return 1 if faults else 0
@@ -137,12 +138,6 @@ def _require_checkpoints(config: RunConfig, counts: Mapping[FaultKind, int]) -> 
         )
 
 
-def _with_restarts(config: RunConfig, num_faults: int) -> RunConfig:
-    """The configuration with a restart for each fault in the budget of every process."""
-    run = config.run.model_copy(update={"max_restarts": config.run.max_restarts + num_faults})
-    return config.model_copy(update={"run": run})
-
-
 class Killer:
     """Follows a run by its record of trained steps, and injects faults as planned."""
 
@@ -172,13 +167,15 @@ class Killer:
         return (*self._not_refused, *self._progress.steps.faults)
 
     async def run(self, children: Sequence[Child]) -> None:
-        """Carry the plan out, then watch for a stall until cancelled."""
+        """Carry the plan out, then end the run."""
         by_role = {child.role: child for child in children}
         for fault in plan(self._seed, self._counts, self._max_steps, tuple(by_role)):
             await self._progress.until_step(fault.step)
             await asyncio.sleep(fault.delay_s)
             await self._inject(fault, by_role[fault.role])
-        await self._progress.until_step(self._max_steps + 1)
+        # Steps that show that the run has recovered from the last fault.
+        await self._progress.until_step(max(self._max_steps, self._progress.reached + 2))
+        await end(by_role[LEARNER], self._progress, self._stall_timeout_s)
 
     async def _inject(self, fault: Fault, child: Child) -> None:
         await self._until_checkpoints(fault.kind.num_checkpoints)

@@ -31,9 +31,8 @@ from rich.console import Console
 
 from buffers.connect import connect, try_stats
 from streamrl.cli.arguments import options
-from streamrl.cli.buffer.audit import RunAudit, audit_run
+from streamrl.cli.buffer.audit import RunAudit
 from streamrl.cli.launch import run_here
-from streamrl.cli.processes.daemons import GRACE_PERIOD_S
 from streamrl.cli.processes.restarts import Child
 from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.config import RunConfig
@@ -42,8 +41,8 @@ from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, Interrupted, StreamRLError
 from streamrl.run_folder import prepare
 from streamrl.service import processes_with
-from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 from tests.research import processes
+from tests.research.endless import audit as audit_of, end, endless
 from tests.research.progress import Progress
 from tests.research.script import add_stall_timeout, run_script
 from tests.research.soak_faults import Fault, freeze, plan
@@ -58,7 +57,6 @@ from tests.research.soak_record import (
     soak_table,
 )
 
-_ENDLESS = 10**9
 _TEMPORARY = "TMPDIR"
 _LAUNCHER = "launcher"
 _NUM_SAMPLES = 300
@@ -102,7 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _soak(given: RunConfig, arguments: argparse.Namespace, console: Console) -> int:
-    config = prepare(_endless(given, _num_faults(arguments)), resume=False, new=True)
+    config = prepare(endless(given, _num_faults(arguments)), resume=False, new=True)
     temporary = Path(tempfile.mkdtemp(prefix="streamrl-soak-"))
     os.environ[_TEMPORARY] = str(temporary)
     soak = Soak(config, arguments, temporary, console)
@@ -112,7 +110,7 @@ def _soak(given: RunConfig, arguments: argparse.Namespace, console: Console) -> 
     finally:
         del os.environ[_TEMPORARY]
         shutil.rmtree(temporary, ignore_errors=True)
-    audit = _audit(config)
+    audit = audit_of(config)
     table = rows(config.run.path / SOAK_FILE, soak.warm_up_s)
     grown = (f"{row.subject}: {row.reading} grows" for row in table if row.trend.grows)
     faults = (*wrong, *soak.progress.steps.faults, *grown, *audit.faults, *left)
@@ -122,13 +120,6 @@ def _soak(given: RunConfig, arguments: argparse.Namespace, console: Console) -> 
     for line in (*audit.findings, *(f"WRONG: {fault}" for fault in faults)):
         console.print(line)
     return 1 if faults else 0
-
-
-def _endless(config: RunConfig, num_faults: int) -> RunConfig:
-    """Without a last step, and with a restart for each fault in the budget of every process."""
-    max_restarts = config.run.max_restarts + num_faults
-    run = {"max_steps": _ENDLESS, "max_restarts": max_restarts, "evaluate": False}
-    return config.model_copy(update={"run": config.run.model_copy(update=run)})
 
 
 def _num_faults(arguments: argparse.Namespace) -> int:
@@ -167,7 +158,8 @@ class Soak:
         self._seed: int = arguments.seed
         self._temporary = temporary
         self._console = console
-        self.progress = Progress(config, arguments.stall_timeout)
+        self._stall_timeout_s: float = arguments.stall_timeout
+        self.progress = Progress(config, self._stall_timeout_s)
         self._call_ms: float | None = None
         self._last_step = (0, time.monotonic())
         self.warm_up_s = (
@@ -188,7 +180,8 @@ class Soak:
             raise errors.exceptions[0] from None
         await self.progress.until_step(self.progress.step + _LAST_STEPS)
         self.crashes = tuple(self._crashes(children))
-        await self._stop(next(child for child in children if child.role == "learner"))
+        learner = next(child for child in children if child.role == "learner")
+        await end(learner, self.progress, self._stall_timeout_s)
 
     async def _observe(self, children: Sequence[Child]) -> None:
         async with asyncio.timeout(self._seconds), asyncio.TaskGroup() as tasks:
@@ -201,15 +194,6 @@ class Soak:
             num_kills = sum(f.role == child.role and not f.freeze_s for f in self.faults)
             if (count := child.num_restarts - num_kills) > 0:
                 yield f"{child.role} failed {count} times by itself (see {child.log_file})"
-
-    async def _stop(self, learner: Child) -> None:
-        """Ask it to end. Waits for that as long as a launch does."""
-        process = await self.progress.until_running(learner)
-        learner.stop()
-        try:
-            await asyncio.wait_for(process.wait(), GRACE_PERIOD_S)
-        except TimeoutError as error:
-            raise StreamRLError(f"the learner has not ended within {GRACE_PERIOD_S:g} s") from error
 
     async def _sample(self, children: Sequence[Child]) -> None:
         """Waits an interval between two samples; ends when cancelled."""
@@ -295,16 +279,6 @@ def _run(config: RunConfig, soak: Soak, console: Console) -> tuple[str, ...]:
     except Interrupted:
         return ("the soak was stopped before its end",)
     return soak.crashes
-
-
-def _audit(config: RunConfig) -> RunAudit:
-    """Of a run that was to end with the step that it has reached."""
-    last_step = read_last(config.run.path / TRAINED_FILE).get("step", 0)
-    ended = config.run.model_copy(update={"max_steps": last_step})
-    try:
-        return audit_run(config.run.path, complete=config.model_copy(update={"run": ended}))
-    except StreamRLError as error:
-        return RunAudit((), (str(error),))
 
 
 def _write(
