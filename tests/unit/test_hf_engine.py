@@ -19,7 +19,7 @@ from streamrl.types import FinishReason, SamplingParams
 from tests.engines import update_to
 from tests.tiny_model import EOS, VOCAB_SIZE, make_llama, save_llama
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @pytest.mark.parametrize(

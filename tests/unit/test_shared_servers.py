@@ -35,7 +35,7 @@ from tests.unit.test_served_engine import ONE, FakeServer, aborted, an_answer, e
 from tests.waiting import until as waiting_until
 
 RUN, OTHER = Labels.of_run("this"), Labels.of_run("other")
-DEADLINE_S = 30
+DEADLINE_S = 120.0
 
 until = partial(waiting_until, deadline_s=DEADLINE_S, every_s=0.005)
 

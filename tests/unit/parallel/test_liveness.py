@@ -14,7 +14,7 @@ from learners.executor.liveness import Liveness
 from streamrl.errors import EXIT_UNREACHABLE, TransportError
 from tests.waiting import block_until
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Exits:
