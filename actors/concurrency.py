@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from streamrl.errors import RolloutError
 
@@ -21,11 +21,9 @@ log = logging.getLogger(__name__)
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all; their results. The first error cancels the others and is raised."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await end_all(tasks)
+    # A gather that is canceled would raise what a call makes of it instead.
+    calls = list(calls)
+    return cast(list[T], await first_finished(calls, len(calls)))
 
 
 async def first_finished(calls: Iterable[Coroutine[Any, Any, T]], count: int) -> list[T | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.concurrency import first_result
+from actors.concurrency import first_result, together
 from actors.rewards.forms import BoundFunction
 from actors.rewards.weighted_sum import FunctionReward
 from streamrl.errors import RolloutError
@@ -160,6 +160,23 @@ async def test_a_load_that_is_canceled_from_inside_ends_the_generator():
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
+
+
+async def test_a_cancellation_of_all_stays_one_whatever_becomes_of_each():
+    async def failing_at_its_end(has_begun: asyncio.Event) -> None:
+        try:
+            has_begun.set()
+            await asyncio.Event().wait()
+        finally:
+            raise RolloutError("it cannot be closed")
+
+    begun = [asyncio.Event(), asyncio.Event()]
+    running = asyncio.create_task(together(map(failing_at_its_end, begun)))
+    await begun[1].wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await together([]) == []
 
 
 async def test_the_first_of_a_race_decides_it_and_the_others_are_canceled():
