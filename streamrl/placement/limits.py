@@ -24,7 +24,8 @@ _NAMES = (
     "original_max_position_embeddings",
     "index_topk",
 )
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_ATTENTION_LAYERS = frozenset({"full_attention", "attention", "sliding_attention"})
+"""`attention` is what files of older models call `full_attention`."""
 _ROPES_OF_THE_ROW = frozenset({"longrope", "dynamic"})
 """Position embeddings that depend on the longest trajectory of a row, not on the token's place."""
 _CACHES = frozenset({"minimax", "rwkv", "xlstm"})
@@ -117,11 +118,12 @@ def require_shared_tokens(facts: Facts, size: int, num_tensor: int = 1, *, has_s
     """Raise ConfigError if `size` x `num_tensor` ranks cannot share the heads of the model, or it
     carries state along tokens."""
     name, setting = facts.get("model_type"), f"learner.mesh.sequence: was {size}"
-    others = sorted({*(facts.get("layer_types") or ())} - _ATTENTION_LAYERS)
-    if others or has_state:
+    # Families of hybrids have models of attention alone, too, which say so.
+    types = facts.get("layer_types") or (["recurrent ones"] if has_state else ())
+    if others := sorted({*types} - _ATTENTION_LAYERS):
         raise ConfigError(
             f"{setting}, which exchanges attention heads for tokens, and {name} has layers that "
-            f"are no attention ({', '.join(others) or 'recurrent ones'}): set it to 1"
+            f"are no attention ({', '.join(others)}): set it to 1"
         )
     if row := sorted(_ropes(facts).keys() & _ROPES_OF_THE_ROW):
         raise ConfigError(

@@ -7,6 +7,8 @@ import pytest
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     MambaConfig,
@@ -16,6 +18,7 @@ from transformers import (
 from learners.policy.sequence_parallel import require_shareable, sequence_block
 from learners.policy.sharding import require_plan
 from streamrl.errors import ConfigError
+from streamrl.placement.limits import require_shared_tokens
 from tests.tiny_model import make_llama
 
 
@@ -38,6 +41,17 @@ def make_gpt2():
 def test_tokens_of_layers_that_are_no_attention(make_model):
     with pytest.raises(ConfigError, match=r"mesh\.sequence: was 2, .* that are no attention"):
         require_shareable(make_model(), 2)
+
+
+def test_a_model_of_attention_alone_in_a_family_of_hybrids_is_taken():
+    """As Granite 4.0 Micro is."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_local_experts": 0}
+    config = GraniteMoeHybridConfig(
+        vocab_size=8, num_hidden_layers=1, layer_types=["full_attention"], mamba_n_heads=4, **sizes
+    )
+    require_shareable(GraniteMoeHybridForCausalLM(config), 2)
+    in_its_file = {"model_type": "granitemoehybrid", "layer_types": ["attention"]}
+    require_shared_tokens(in_its_file, 2, has_state=True)
 
 
 def test_heads_that_are_not_divided():
