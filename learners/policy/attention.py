@@ -84,8 +84,9 @@ def _not_activated(version: int, device: torch.device) -> str | None:
         # Torch 2.13 cannot read the answer of flash-attn-4 4.0.0b36, and 2.11 refuses its gradient.
         if current_flash_attention_impl() is not None:
             restore_flash_attention_impl()
-        log.warning("FlashAttention %d is installed and does not work: %s", version, error)
-        return f"it does not work: {error}"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        log.warning("FlashAttention %d is installed and does not work: %s", version, reason)
+        return f"it does not work: {reason}"
     return None
 
 

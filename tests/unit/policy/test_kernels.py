@@ -178,7 +178,7 @@ def test_a_version_that_does_not_work_is_passed_over_or_refused(activated, monke
 
     def failing(given: Any) -> None:
         if given == "FA3" or activated == ["FA3"]:
-            raise ValueError("too many values to unpack (expected 2)")
+            raise ValueError("too many values to unpack (expected 2)\n\nand more")
         plain(given)
 
     monkeypatch.setattr(attention, "is_installed", lambda _: True)
