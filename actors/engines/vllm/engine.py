@@ -42,6 +42,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+from actors.concurrency import end_all
 from actors.engines import require_torchvision
 from actors.engines.completions import candidates, completion, recorded, sets_of
 from actors.engines.model import ModelFacts, fitted, require_all_sent
@@ -307,8 +308,7 @@ class VllmEngine(UpdatableEngine):
         except EngineDeadError as error:
             raise await asyncio.to_thread(self._processes.death) from error
         finally:
-            loading.cancel()
-            await asyncio.wait([loading])
+            await end_all([loading])
 
     async def _receive(self, update: WeightUpdate) -> None:
         await self._loader.receive(update)
