@@ -1,8 +1,9 @@
-"""Installs with uv, from wherever pip is configured to: `install.py PYTHON ARGUMENT...`.
+"""Installs packages with uv, from the indexes that pip is configured for:
+`install.py PYTHON ARGUMENT...`.
 
-uv takes half a minute for what takes pip three, and keeps what it fetched for the next clone, but
-reads none of pip's settings. Where uv cannot be had or fails, pip has the last word. The Makefile
-calls it with the Python of `.venv`, whose pip fetches uv.
+uv takes half a minute instead of pip's three, and caches downloads for the next clone, but does not
+read pip's settings. If uv is not available or fails, pip installs. The Makefile calls this script
+with the Python of `.venv`, whose pip fetches uv.
 """
 
 import ast
@@ -17,7 +18,8 @@ INDEXES = ("index-url", "extra-index-url", "find-links")
 
 
 def settings(listing: str) -> dict[str, str]:
-    """What `pip config list` told, by name; in pip's order, the environment last."""
+    """Parse the output of `pip config list` into settings by name. As in pip, the later of the
+    sections global, install and environment takes precedence."""
     pairs = [line.partition("=") for line in listing.splitlines() if "=" in line]
     return {
         name.removeprefix(section): ast.literal_eval(value)
@@ -28,14 +30,14 @@ def settings(listing: str) -> dict[str, str]:
 
 
 def flags(configured: Mapping[str, str]) -> Iterator[str]:
-    """The same for uv; pip holds all indexes equal, so uv has to."""
+    """Yield uv's flags for pip's settings; pip treats all indexes alike, so uv must, too."""
     yield "--index-strategy=unsafe-best-match"
     for name in INDEXES:
         yield from (f"--{name}={place}" for place in configured.get(name, "").split())
 
 
 def install(python: str, arguments: Sequence[str]) -> int:
-    """Exit code of the installer that had the last word."""
+    """Install with uv, or else with pip; returns the exit code of the one that ran last."""
     uv = Path(sys.executable).with_name("uv")
     if not uv.exists():
         pinned = ["-c", str(ROOT / "constraints.txt"), "uv"]

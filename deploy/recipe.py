@@ -1,11 +1,12 @@
-"""Runs a recipe of `configs/recipes/` and prints one JSON line of what came out: `make recipe`.
+"""Runs a recipe of `configs/recipes/` and prints its results as one JSON line: `make recipe`.
 
     recipe.py NAME [--seed N] [--folder FOLDER] [--set KEY=VALUE]...
 
-The run is FOLDER/runs/NAME-SEED, and its model is got into FOLDER/models; FOLDER is the root unless
-given. A pretrained model computes in float32 where the CPU has no instructions for bfloat16.
-Rewards are means over the first and the last five steps; `seconds` is the time of the whole launch,
-`peak_mib` the largest sum of the memory of its processes, shared pages divided among them.
+The run's folder is FOLDER/runs/NAME-SEED, and its model is put into FOLDER/models; FOLDER is the
+repository's root by default. A pretrained model computes in float32 if the CPU has no bfloat16
+instructions. Rewards are means over the first and the last five steps; `seconds` is the time of the
+whole launch, `peak_mib` the largest sum of the memory of its processes, with shared pages divided
+among them.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def main() -> int:
 
 
 def _model(recipe: Path, folder: Path) -> list[str]:
-    """The settings of the recipe's model, which is there then; none if the recipe makes it."""
+    """Get the recipe's model, and return the settings for it; none if the recipe makes its own."""
     if f"models/{MODEL}" not in (recipe / "config.yaml").read_text(encoding="utf-8"):
         return []
     model = folder / "models" / MODEL
@@ -64,10 +65,8 @@ def _model(recipe: Path, folder: Path) -> list[str]:
 
 
 def run(command: list[str], folder: Path) -> tuple[int, float]:
-    """The exit code, and the peak memory in MiB of the command and all that it started.
-
-    Waits for the command to end.
-    """
+    """Run the command to its end; returns its exit code, and the peak memory of the command and
+    its descendants in MiB."""
     process = subprocess.Popen(command, cwd=folder, stdout=sys.stderr)
     peak = 0.0
     while process.poll() is None:
@@ -77,7 +76,8 @@ def run(command: list[str], folder: Path) -> tuple[int, float]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Rewards at both ends, seconds of a step, and the held-out reward with greedy sampling."""
+    """Return the rewards of the first and last steps, the mean seconds of a step, and the held-out
+    reward with greedy sampling."""
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     names = [name for name in ("reward/exact", "reward/mean") if name in lines[0]]
@@ -96,7 +96,7 @@ def _mean(lines: list[dict[str, Any]], name: str) -> float:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and its descendants."""
+    """Return the ids of a process and its descendants."""
     try:
         tasks = Path(f"/proc/{pid}/task").iterdir()
         children = [int(c) for task in tasks for c in (task / "children").read_text().split()]

@@ -1,7 +1,7 @@
 """Prints requirements of pyproject.toml: `requirements.py [EXTRA,...] [--without NAME,...]`.
 
-For images: what changes seldom is a layer of its own, below the package, and an image that needs no
-torch has none.
+Images install these requirements, which seldom change, in a layer below the package; an image that
+does not need torch omits it.
 """
 
 import argparse
@@ -15,10 +15,10 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def requirements(extras: Sequence[str], without: Sequence[str]) -> list[str]:
-    """Those of the package and of the extras, but for the distributions that are named.
+    """Return the requirements of the package and the extras, except the distributions `without`.
 
     Raises:
-        SystemExit: a name is no extra, or none of the requirements.
+        SystemExit: an extra does not exist, or a name of `without` is not a requirement.
     """
     project = tomllib.loads(PROJECT.read_text())["project"]
     known = project["optional-dependencies"]

@@ -1,15 +1,16 @@
 """Makes SGLang importable on a machine without a GPU: `PYTHON deploy/sglang_cpu.py`.
 
-PYTHON is that of the environment that it is installed in. Nothing outside that environment changes,
-and doing it twice is as good as once.
+PYTHON is the one of the environment in which SGLang is installed. Nothing outside that environment
+changes, and the script may run repeatedly.
 
-Two packages that SGLang imports have no build for a CPU beside this torch:
+Two packages that SGLang imports have no CPU build for this torch:
 
-    torchvision   PyPI's is built for CUDA, and its operators do not load. SGLang needs it for
-                  images alone, but its import describes two of the missing operators to torch,
-                  which refuses that: those two lines become comments.
-    sgl_kernel    SGLang's CUDA kernels. On a CPU it imports the names of some and calls none: a
-                  module takes their place that has every name, and whose functions raise.
+    torchvision   PyPI's build is for CUDA, and its operators do not load. SGLang needs torchvision
+                  only for images, but importing it registers two of the missing operators with
+                  torch, which fails: the script comments out those two lines.
+    sgl_kernel    SGLang's CUDA kernels. On a CPU SGLang imports some of their names and calls none:
+                  the script replaces them by a module that has every name, and whose functions
+                  raise NotImplementedError.
 """
 
 import sys
@@ -32,7 +33,7 @@ def __getattr__(name):
 
 
 def without_operators(source: str) -> str:
-    """The source of torchvision's `_meta_registrations` without what needs its operators.
+    """Comment out the lines of torchvision's `_meta_registrations` that need its operators.
 
     >>> without_operators("@torch.library.register_fake('torchvision::nms')")
     "# @torch.library.register_fake('torchvision::nms')"
@@ -42,11 +43,11 @@ def without_operators(source: str) -> str:
 
 
 def prepare(packages: Path) -> None:
-    """Patches the environment whose packages lie in this folder."""
+    """Patch the environment whose packages are in this folder."""
     registrations = packages / "torchvision" / "_meta_registrations.py"
     source = registrations.read_text()
     if (patched := without_operators(source)) != source:
-        # The installer may have linked the file into its cache: replace it, do not write into it.
+        # The file may be a hard link into the installer's cache: replace it, do not write into it.
         registrations.unlink()
         registrations.write_text(patched)
     kernels = packages / "sgl_kernel"

@@ -1,4 +1,4 @@
-"""Products of two numbers, and what the model is warm-started on.
+"""Products of two numbers, and the examples for the model's warm start.
 
 37*48?              the prompt
 [37*48]             a call of the calculator
@@ -27,15 +27,16 @@ class Products:
 
 
 class HeldOut(Products):
-    """Products that are never trained, a tenth of all."""
+    """The tenth of all products that training never shows."""
 
     held_out = True
 
 
 class Examples:
-    """Single turns: a call, or a guess with the chance `guesses`, or an answer behind a result.
+    """Single turns. Half of them answer after a result; of the others, a share `guesses` guesses
+    the product, and the rest calls the calculator.
 
-    Calls and answers have a wrong digit with the chance `slips`, so that there is more to learn.
+    Calls and answers have a wrong digit with probability `slips`, so that there is more to learn.
     """
 
     def __init__(self, seed, guesses=0.5, slips=0.25):
@@ -52,7 +53,7 @@ class Examples:
         return Prompt(f"{a}*{b}?", self.slip(call, rng))
 
     def slip(self, text, rng):
-        """The text, or with one of its digits another one."""
+        """Return the text, with one random digit replaced with probability `slips`."""
         if rng.random() >= self.slips:
             return text
         place = int(rng.choice([i for i, character in enumerate(text) if character.isdigit()]))

@@ -1,4 +1,4 @@
-"""Noisy images of one color each; the answer is the first letter of its name (k for black)."""
+"""Noisy images of one color; the answer is the first letter of the color's name (k for black)."""
 
 import io
 

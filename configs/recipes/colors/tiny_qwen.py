@@ -1,7 +1,7 @@
-"""A small Qwen2.5-VL with what its folder needs beside weights: a tokenizer of characters with the
-special tokens of images, a chat template, an image processor.
+"""A small Qwen2.5-VL and the other files of its folder: a tokenizer of characters with the special
+tokens of images, a chat template, an image processor.
 
-Images are small: PATCH pixels a side of a patch, of which four are one token.
+Images are small: a patch has PATCH x PATCH pixels, and four patches are one token.
 """
 
 from transformers import (
@@ -29,7 +29,7 @@ TEMPLATE = (
 
 
 def write(folder, recipe, max_model_len):
-    """The untrained model of `model.recipe`: its numbers are the section's, with their defaults."""
+    """Write the untrained model of `model.recipe`; `recipe` is that section with its defaults."""
     tokenizer = tokenizer_of(recipe)
     config = config_of(recipe, max_model_len, tokenizer)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
@@ -90,7 +90,7 @@ def config_of(recipe, max_model_len, tokenizer):
 
 
 def image_processor():
-    """Of images from one token up to 64."""
+    """Return the processor of images of 1 to 64 tokens."""
     side = PATCH * MERGE
     return Qwen2VLImageProcessorPil(
         patch_size=PATCH,

@@ -1,5 +1,5 @@
-"""A question that is answered from files in two steps: one file says which parcel a person waits
-for, another one in which locker the parcel lies.
+"""Questions that take two look-ups in files: one file says which parcel a person waits for,
+another one in which locker the parcel lies.
 
 Question, answer and files are a pure function of the seed that `data.source: environment` gives.
 """
@@ -22,9 +22,9 @@ MAX_HITS = 20
 
 
 class FileSearch:
-    """The environment `tools` with files of the episode's own.
+    """The environment `tools` with separate files for each episode.
 
-    The reward of the last turn is 1 if its last number is the answer, and 0 else.
+    The reward of the last turn is 1 if its last number is the answer, otherwise 0.
     """
 
     def __init__(self, num_people=24):
@@ -64,7 +64,7 @@ def schema(name, description, argument, meaning):
 
 
 class FileTools:
-    """`search` and `read` over files: lines of text, by name."""
+    """`search` and `read` over `files`, which maps a name to lines of text."""
 
     schemas = (
         schema("search", "Finds lines in all files.", "text", "What a line has to contain."),
@@ -105,7 +105,7 @@ class FileTools:
 
 
 def ask(seed, num_people):
-    """The question, its answer, and the files."""
+    """Return the question, its answer, and the files."""
     rng = np.random.default_rng(seed)
     people = [NAMES[i] for i in rng.permutation(len(NAMES))[:num_people]]
     parcels = [int(n) for n in rng.permutation(9000)[:num_people] + 1000]

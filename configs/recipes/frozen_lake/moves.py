@@ -1,7 +1,7 @@
-"""Games that were begun, and a next move: what the model is warm-started on.
+"""Unfinished games, each with a next move, for the model's warm start.
 
-A move is a good one with the chance `skill`, and any other one else, so that the model learns the
-form of a game and some of its sense, and reinforcement learning has a reward to raise.
+A move is a good one with probability `skill`, otherwise a random one. The model thus learns the
+form of a game and to play it a little, which leaves reinforcement learning a reward to raise.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ class Moves:
         self.seed, self.size, self.skill, self.max_moves = seed, size, skill, max_moves
 
     def __getitem__(self, prompt_index):
-        """The states and moves of a game up to a state, and the move that follows."""
+        """Return the states and moves of a game up to some state, and the next move."""
         rng = np.random.default_rng([self.seed, prompt_index])
         game = FrozenLakeGame(
             size=self.size, frozen=0.8, is_slippery=False, actions=MOVES, separator=""
@@ -40,7 +40,7 @@ class Moves:
 
 
 def good_moves(rows):
-    """The moves after which the goal is nearer."""
+    """Return the moves that bring the player nearer to the goal."""
     size = len(rows)
     cells = {(i, j): rows[i][j] for i in range(size) for j in range(size)}
     goal = next(cell for cell, kind in cells.items() if kind == "G")

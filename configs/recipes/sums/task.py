@@ -1,4 +1,4 @@
-"""Sums of two digits, behind two that are answered and so show what an answer looks like.
+"""Sums of two digits, each behind two answered sums that show the format of an answer.
 
 2 + 3 = <answer>5</answer>
 9 + 4 = <answer>13</answer>
@@ -13,7 +13,7 @@ SHOWN = "2 + 3 = <answer>5</answer>\n9 + 4 = <answer>13</answer>\n"
 
 
 class Sums:
-    """To train on: 80 of the 100 sums."""
+    """The training prompts: 80 of the 100 sums."""
 
     def __init__(self, seed):
         self.seed = seed
@@ -26,7 +26,7 @@ class Sums:
 
 
 class HeldOut:
-    """The other 20, each once."""
+    """The other 20 sums, each once."""
 
     def __init__(self, seed):
         self.pairs = [(a, b) for a in range(10) for b in range(10) if is_held_out(a, b)]
@@ -39,7 +39,7 @@ class HeldOut:
 
 
 def is_held_out(a, b):
-    """Two of each row and of each column of the table of sums."""
+    """Hold out two sums of each row and of each column of the table of sums."""
     return (a + 3 * b) % 5 == 0
 
 

@@ -1,8 +1,8 @@
 """One episode of a verifiers environment, as an agent of StreamRL: `play.py TASKSET NUMBER`.
 
-It runs in the Python in which `verifiers` is installed, since verifiers pins other versions of
-`openai` and `mcp` than StreamRL's tests. The taskset is used as it is; its roles play with the
-harness `null` in a process on this machine.
+It runs in the Python environment of `verifiers`, which pins other versions of `openai` and `mcp`
+than StreamRL's tests. The taskset is unchanged; its roles play with the harness `null` in a process
+on this machine.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.utils.generic import concrete_type
 from verifiers.v1.utils.loaders import environment_class, load_environment
 
-# Of a taskset without an end: it makes every task before the one that is asked for.
+# The tasks used of an endless taskset, which makes all tasks before the requested one.
 NUM_TASKS = 1000
 ROLE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
@@ -34,7 +34,7 @@ def environment_of(taskset):
 
 
 async def play(taskset, number):
-    """The sum of the rewards of the episode's traces. Waits for the agents."""
+    """Return the sum of the rewards of the episode's traces. Waits for the agents."""
     environment = environment_of(taskset)
     tasks = environment.taskset
     number %= sum(1 for _ in tasks) if tasks.bounded else NUM_TASKS
