@@ -9,7 +9,7 @@ Two packages that SGLang imports have no CPU build for this torch:
                   only for images, but importing it registers two of the missing operators with
                   torch, which fails: the script comments out those two lines.
     sgl_kernel    SGLang's CUDA kernels. On a CPU SGLang imports some of their names and calls none:
-                  the script replaces them by a module that has every name, and whose functions
+                  the script replaces them with a module that has every name, and whose functions
                   raise NotImplementedError.
 """
 

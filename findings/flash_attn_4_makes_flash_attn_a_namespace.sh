@@ -1,14 +1,14 @@
 #!/bin/sh
-# flash-attn-4 4.0.0b36 installs flash_attn/cute without flash_attn/__init__.py. Without flash-attn, the
-# package of FlashAttention 2, `flash_attn` is then a namespace package: importlib.util.find_spec finds it
-# and `import flash_attn` works, though it has no function and no version. Who asks find_spec whether
-# flash-attn is there is told yes; the module that tells is flash_attn.flash_attn_interface.
+# flash-attn-4 4.0.0b36 installs flash_attn/cute without flash_attn/__init__.py. If flash-attn, the package
+# of FlashAttention 2, is not installed, `flash_attn` is then a namespace package: importlib.util.find_spec
+# finds it and `import flash_attn` works, although it has no function and no version. A check for flash-attn
+# must therefore look for flash_attn.flash_attn_interface.
 #
 # Seen with Python 3.11.7 on Linux x86_64:
 #   before: flash_attn not found
 #   after: flash_attn found, imported, flash_attn_varlen_func: False
 #   after: flash_attn.flash_attn_interface not found, flash_attn.cute found
-# Exit code 1 if a version behaves otherwise than written here.
+# Exit code 1 if a version behaves differently.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -44,6 +44,6 @@ for line in lines:
 sys.exit(lines != expected)
 PYTHON
 "$folder/venv/bin/python" "$folder/look.py" before
-# Its dependencies are not needed to see what lies where.
+# The test needs only the package's files, not its dependencies.
 "$folder/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps "flash-attn-4==4.0.0b36"
 "$folder/venv/bin/python" "$folder/look.py" after

@@ -1,14 +1,14 @@
 #!/bin/sh
 # gymnasium 1.4.0: an id may name the module that registers the environment, as MODULE:ID. gymnasium.make
-# imports the module and finds the environment; gymnasium.spec, given the same id before, imports nothing
-# and raises NameNotFound. After the call of make, spec finds ID without the module, but still not MODULE:ID.
+# imports the module and finds the environment; gymnasium.spec imports nothing and raises NameNotFound for
+# the same id. After a call of make, spec finds ID without the module, but still not MODULE:ID.
 #
 # Seen with Python 3.11.7 on Linux x86_64:
 #   spec("shop:Shop-v0"): NameNotFound
 #   make("shop:Shop-v0"): found as Shop-v0
 #   spec("Shop-v0"): found as Shop-v0
 #   spec("shop:Shop-v0"): NameNotFound
-# Exit code 1 if a version behaves otherwise than written here.
+# Exit code 1 if a version behaves differently.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,12 +1,12 @@
 #!/bin/sh
-# msgspec 0.19.0: a bytes field that is decoded as a memoryview has the right content and `nbytes`,
-# but its len() covers the rest of the message. numpy.frombuffer and others that ask len() see a wrong size.
+# msgspec 0.19.0: a bytes field decoded as a memoryview has the right content and `nbytes`, but its len()
+# covers the rest of the message, so numpy.frombuffer and other users of len() see a wrong size.
 # msgspec 0.20.0 and 0.21.0 give the field's length.
 #
 # Seen with Python 3.11.7 on Linux x86_64:
 #   0.19.0: the field was sent with 100 bytes; len 155, nbytes 100
 #   0.20.0: the field was sent with 100 bytes; len 100, nbytes 100
-# Exit code 1 if a version behaves otherwise than written here.
+# Exit code 1 if a version behaves differently.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

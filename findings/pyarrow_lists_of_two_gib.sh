@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A parquet file that pyarrow has written is not read back by `ParquetFile.read()` where a column of
-# lists has 2 GiB or more, as a column of images has: its arrays count bytes in 32 bits, so that it
-# would be several, and for nested types that "is not implemented". Read in batches, it is.
+# `ParquetFile.read()` cannot read a file that pyarrow itself has written, if a column of lists, such as a
+# column of images, has 2 GiB or more: an array counts bytes in 32 bits, so the column needs several
+# arrays, which "is not implemented" for nested types. Reading in batches works.
 #
 # Seen with pyarrow 26.0.1 (Python 3.11): a column list<binary> of 2.1 GiB in 2,200 rows
 #   read()          ArrowNotImplementedError: Nested data conversions not implemented for chunked array outputs
 #   iter_batches()  2200 rows
 #
 # StreamRL therefore reads such a file in batches (streamrl/data_files/arrow.py).
-# Takes 3 GB of memory; the file itself is small, since its bytes are all alike. Fails if that changes.
+# Takes 3 GB of memory; the file is small, since all its bytes are equal. Fails if this behavior changes.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# reasoning-gym draws entry i of a data set from its seed + i, so that entry i of seed s is entry i - 1 of
-# seed s + 1: data sets of neighboring seeds share all entries but one.
+# reasoning-gym draws entry i of a data set from its seed + i, so entry i of seed s is entry i - 1 of
+# seed s + 1: data sets of neighboring seeds share all entries except one.
 #
 # Seen with reasoning-gym 0.1.25 (Python 3.11), 50 entries of seed 1000 and 50 of each other seed:
 #   chain_sum, base_conversion, number_sorting, decimal_arithmetic
 #   seed 1001: 49 shared, each one place further on; seed 1050: 0 shared
 #
-# StreamRL therefore takes blocks of seeds that lie apart by their length (actors/prompts/tasks.py).
-# Fails if that changes.
+# StreamRL therefore uses seeds that are at least one block length apart (actors/prompts/tasks.py).
+# Fails if this behavior changes.
 set -euo pipefail
 
 folder=$(mktemp -d)

@@ -1,13 +1,13 @@
 #!/bin/sh
-# redis-py 6.0.0 to 7.0.x, redis.asyncio: the error of a command in a pipeline says "{exception.args}" in the place of
-# what the server answered, so neither a log nor a program can tell one ResponseError from another. redis-py 7.1.0 and
-# the synchronous client of both have the server's words.
+# redis-py 6.0.0 to 7.0.x, redis.asyncio: the error of a command in a pipeline contains "{exception.args}" instead of
+# the server's answer, so neither a log nor a program can tell one ResponseError from another. redis-py 7.1.0 and the
+# synchronous clients of both contain the server's answer.
 #
 # Seen with Python 3.11.7 on Linux x86_64:
 #   7.0.0 asyncio: Command # 2 (LPUSH k x) of pipeline caused error: {exception.args}
 #   7.0.0 sync: Command # 2 (LPUSH k x) of pipeline caused error: WRONGTYPE Operation against a key holding ...
 #   7.1.0 asyncio: Command # 2 (LPUSH k x) of pipeline caused error: ('WRONGTYPE Operation against a key holding ...
-# Exit code 1 if a version behaves otherwise than written here.
+# Exit code 1 if a version behaves differently.
 set -eu
 folder=$(mktemp -d)
 server=

@@ -1,12 +1,12 @@
 #!/bin/sh
-# safetensors 0.8.0 makes its files with mode 0600, whatever the umask says: under umask 022, where the
-# config.json beside it can be read by everybody, colleagues and the user of a service cannot read the
-# weights of a model that was saved to a shared folder. 0.7.0 made them as the umask says.
+# safetensors 0.8.0 makes files with mode 0600, whatever the umask: in a shared folder, under umask 022,
+# everybody can read a saved model's config.json, but colleagues and the user of a service cannot read its
+# weights. 0.7.0 followed the umask.
 #
 # Seen with Python 3.11.7 on Linux x86_64, numpy 2.4.1, umask 022:
 #   0.7.0: save_file 0644, open() 0644
 #   0.8.0: save_file 0600, open() 0644
-# Exit code 1 if a version behaves otherwise than written here.
+# Exit code 1 if a version behaves differently.
 set -eu
 umask 022
 folder=$(mktemp -d)

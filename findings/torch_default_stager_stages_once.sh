@@ -1,13 +1,13 @@
 #!/bin/sh
 # torch 2.11.0 and 2.12.1: torch.distributed.checkpoint.staging.DefaultStager without asynchronous
-# staging copies a state dict once. Each stage() ends by closing the StateDictStager inside, which
-# clears its table of types, so that the second stage() raises. torch 2.13.0 copies any number of times.
-# StateDictStager by itself, in torch.distributed.checkpoint._state_dict_stager, does so in all three.
+# staging copies a state dict only once. Each stage() ends by closing its internal StateDictStager, which
+# clears its table of types, so the second stage() raises. torch 2.13.0 copies any number of times.
+# StateDictStager itself, in torch.distributed.checkpoint._state_dict_stager, does so in all three versions.
 #
 # Seen with Python 3.11.7 on Linux x86_64 without a GPU (this script installs 2.11.0, some 3 GB):
 #   DefaultStager of torch 2.11.0: 1 copy, then KeyError(<class 'type'>)
 #   StateDictStager of torch 2.11.0: 3 copies
-# Exit code 1 if it behaves otherwise than written here.
+# Exit code 1 if it behaves differently.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 
 def copies(stager):
-    """How many of three copies are made and right, and what ended them."""
+    """Return how many of three copies are made and correct, and the error that ended them."""
     tensor = torch.zeros(4)
     for number in range(3):
         tensor.fill_(number)

@@ -1,18 +1,18 @@
 #!/bin/sh
-# torch.nn.attention.activate_flash_attention_impl("FA4") has torch call flash-attn-4 in place of its own
-# kernel. Torch 2.13 reads two results of `_flash_attn_fwd`, and that of flash-attn-4 4.0.0b36, the newest
-# in November 2026, returns five: the activation succeeds, and on a GPU each call of attention ends with
-# "ValueError: too many values to unpack (expected 2)". Torch 2.14 leaves the rest. Torch 2.11 also refuses
-# the gradient of varlen_attn, whose windows of -1, for none, it takes for windows.
+# torch.nn.attention.activate_flash_attention_impl("FA4") makes torch call flash-attn-4 instead of its own
+# kernel. Torch 2.13 expects two results of `_flash_attn_fwd`, but flash-attn-4 4.0.0b36, the newest one in
+# November 2026, returns five: the activation succeeds, and on a GPU each call of attention ends with
+# "ValueError: too many values to unpack (expected 2)". Torch 2.14 ignores the rest. Torch 2.11 also refuses
+# the gradient of varlen_attn, since it takes the window size -1, which means no window, for a window.
 #
-# SGLang 0.5.23 requires flash-attn-4, so that it is often there. Read from the sources, since the kernel
-# needs a GPU.
+# SGLang 0.5.23 requires flash-attn-4, so it is often installed. The script reads the sources, since the
+# kernel needs a GPU.
 #
 # Seen with Python 3.11.7 on Linux x86_64:
 #   flash-attn-4 4.0.0b36: _flash_attn_fwd returns 5 results
 #   torch 2.13.0: reads 2 results, and no more
 #   torch 2.14.1: reads 2 results, and leaves the rest
-# Exit code 1 if a version behaves otherwise than written here.
+# Exit code 1 if a version behaves differently.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -22,7 +22,7 @@ fetch() {
         --python-version 3.12 --platform macosx_14_0_arm64 --dest "$folder" "$1"
 }
 fetch flash-attn-4==4.0.0b36
-# The smallest of torch's files; what is written in Python is the same in all.
+# The smallest of torch's wheels; the Python code is the same in all of them.
 fetch torch==2.13.0
 fetch torch==2.14.1
 cat > "$folder/look.py" <<'PYTHON'

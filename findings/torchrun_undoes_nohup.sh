@@ -1,14 +1,13 @@
 #!/bin/sh
 # nohup starts a command with SIGHUP ignored, so that it outlives the terminal. torchrun of torch 2.13.0
-# installs a handler of its own for SIGHUP without a look at that: a training that was started by
-# `nohup torchrun ... &` ends when the terminal closes. With --signals-to-handle without SIGHUP it stays
-# alive.
+# installs its own handler for SIGHUP regardless: a training started by `nohup torchrun ... &` ends when the
+# terminal closes. It stays alive if --signals-to-handle omits SIGHUP.
 #
 # Seen with Python 3.11.7 on Linux x86_64:
 #   nohup python: alive after SIGHUP
 #   nohup torchrun: ended by SIGHUP
 #   nohup torchrun --signals-to-handle SIGTERM,SIGINT,SIGQUIT: alive after SIGHUP
-# Exit code 1 if it behaves otherwise than written here.
+# Exit code 1 if it behaves differently.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,14 +1,14 @@
 #!/bin/sh
-# transformers 5.19.0 writes a tokenizer of the class PreTrainedTokenizerFast, which the folders of many
-# models name, with "tokenizer_class": "TokenizersBackend". transformers 4.57.6 loads the folder that it was
-# read from, and refuses the one that was written: it has no such class. Whoever saves a model with 5 for
-# software that has 4 keeps the model's own tokenizer_config.json.
+# transformers 5.19.0 loads a tokenizer of the class PreTrainedTokenizerFast, which many models name, and
+# saves it with "tokenizer_class": "TokenizersBackend". transformers 4.57.6 loads the original folder, but
+# refuses the saved one, since it has no such class. To save a model with 5 for software that uses 4, keep
+# the model's own tokenizer_config.json.
 #
 # Seen with Python 3.11.7 on Linux x86_64:
 #   4.57.6: folder a names PreTrainedTokenizerFast, loaded
 #   5.19.0: folder b, written of a, names TokenizersBackend
 #   4.57.6: folder b refused: ValueError
-# Exit code 1 if a version behaves otherwise than written here.
+# Exit code 1 if a version behaves differently.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

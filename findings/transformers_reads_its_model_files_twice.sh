@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The first name that is taken of transformers' models reads each of its model files a second time:
-# `import transformers` reads them all to learn which names they have, and `transformers.models` does the
-# same again, since what is kept of the first time is the last 128 folders of about 450.
+# The first access to a model class of transformers reads all of its model files a second time: `import
+# transformers` reads them to learn which names they have, and `transformers.models` does the same again,
+# since the cache of the first pass keeps only the last 128 of about 450 folders.
 #
 # Seen with transformers 5.19.0 (Python 3.11), without torch, counting what is opened:
 #   import transformers                     1592 files of transformers/models, each once
 #   from transformers import AutoConfig     1592 files, 3211 times; 1.1 s of CPU time have become 1.5
 #
 # StreamRL therefore imports transformers once and forks its daemons (streamrl/cli/processes/fork_server.py).
-# Fails if that changes.
+# Fails if this behavior changes.
 set -euo pipefail
 
 folder=$(mktemp -d)

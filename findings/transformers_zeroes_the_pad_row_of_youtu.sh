@@ -1,13 +1,13 @@
 #!/bin/sh
-# transformers 5.19.0 (torch 2.13.0) sets the embedding of the pad token of a Youtu model to zero each
-# time that it has loaded one, whatever the file says; where the LM head is tied to the embedding, the
-# logit of that token is zero, too. An engine that reads the file by itself keeps the row: on one prompt
-# the two differ, without a word. Llama, saved and loaded alike, keeps its row.
+# transformers 5.19.0 (torch 2.13.0) sets the embedding of a Youtu model's pad token to zero whenever it
+# loads the model, whatever the file says; if the LM head is tied to the embedding, the logit of that token
+# is zero, too. An engine that reads the file itself keeps the row, so the two silently differ on the same
+# prompt. Llama, saved and loaded in the same way, keeps its row.
 #
 # Seen with Python 3.11.7 on Linux x86_64:
 #   youtu: the row of the pad token in the file has norm 5.66, as loaded 0.00
 #   llama: the row of the pad token in the file has norm 5.66, as loaded 5.66
-# Exit code 1 if it behaves otherwise than written here.
+# Exit code 1 if it behaves differently.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

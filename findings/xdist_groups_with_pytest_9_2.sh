@@ -1,12 +1,12 @@
 #!/bin/sh
-# pytest-xdist 3.8.0 with pytest 9.2.0: `--dist loadgroup` ignores the marks xdist_group. Tests of one
-# group run in several workers beside each other, without a warning. With pytest 9.1.1 the same tests run
-# in one worker. xdist writes the group into the attribute _nodeid of an item, which pytest 9.2 does not read.
+# pytest-xdist 3.8.0 with pytest 9.2.0: `--dist loadgroup` ignores the mark xdist_group. Tests of one group
+# run in parallel in several workers, without a warning. With pytest 9.1.1 the same tests run in one worker.
+# xdist writes the group into the attribute _nodeid of an item, which pytest 9.2 does not read.
 #
 # Seen with Python 3.11.7 on Linux x86_64:
 #   pytest 9.1.1: 8 tests of one group in 1 of 2 workers
 #   pytest 9.2.0: 8 tests of one group in 2 of 2 workers
-# Exit code 1 if a version behaves otherwise than written here.
+# Exit code 1 if a version behaves differently.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
