@@ -37,8 +37,8 @@ _REASON = re.compile(
 )
 # A letter, and a sentence that takes nothing of it back.
 _EXPLAINED = re.compile(
-    r"(\**\(?[A-J]\)?\**)[.;]\s+(?=[A-Z])(?!(?:No|Not|Wrong|Incorrect)\b)"
-    r"(?!.*\b(?i:but|however|rather|should)\b)(?:I\b|[A-Z][a-z]).*",
+    r"(\**\(?[A-J]\)?\**)[.;]\s+(?=[A-Z])(?!(?:Also|And|Both|Incorrect|No|Not|Or|Wrong)\b)"
+    r"(?!.*\b(?i:but|however|rather|should)\b)(?:I\b|[A-Z][a-z]\S*\s).*",
     re.DOTALL,
 )
 _QUOTES = "\"'`\u201c\u201d\u2018\u2019"
@@ -127,7 +127,7 @@ _INTERVAL = re.compile(r"([\[\](])([^\[\](),;]{1,60})[,;]([^\[\](),;]{1,60})([\[
 _THIN = r"\\[,;: ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{_THIN})(?=\d{{3}}(?!\d))")
 # Of MATH: 11,\! 111.
-_CLOSER = re.compile(r"\\!(?:\s*(?=\d))?")
+_CLOSER = re.compile(r"(?<=,)\\!\s*(?=\d)|\\!")
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
 # Digits behind one are a factor.
@@ -150,9 +150,10 @@ _NUMBER = re.compile(
     rf"(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d+)(?!\w))?"
     rf"(?:\s?/\s?(?P<denominator>{_DIGITS})(?![\d/]))?"
 )
-# Behind a number, of which another one is computed.
+# Behind a number, of which another one is computed; not of 90^\circ, 5^{th} and **18** (dollars).
 _OPERATOR = re.compile(
-    r"\s*(?:\^|!(?!=)|-\s?\d|(?:\*{1,2}|[+\N{MULTIPLICATION SIGN}])\s?[\d(\\]"
+    r"\s*(?:\^(?!\s*\{?\s*(?:\\(?:circ|text|mathrm)|(?:st|nd|rd|th)\b))|-\s?\d"
+    r"|\*\*\s?\d|[*+\N{MULTIPLICATION SIGN}]\s?[\d(\\]"
     r"|\N{SQUARE ROOT}|\\(?:cdot|times|sqrt|pi)(?![a-zA-Z]))"
 )
 _CHOOSE = re.compile(
@@ -296,8 +297,10 @@ def stated_answer(text: str) -> str | None:
     behind = text[places[-1].end() :].strip()
     line, _, rest = behind.partition("\n")
     said = _REASON.sub("", behind if _TAKEN_BACK.search(rest) else line, count=1)
-    explained = _EXPLAINED.fullmatch(said)
-    return bare(explained[1] if explained and not _TAKEN_BACK.search(said) else said)
+    # What a choice says, such as Paris, may be the answer of the row.
+    is_plain = choice(bare(said)) or _TAKEN_BACK.search(said)
+    explained = None if is_plain else _EXPLAINED.fullmatch(said)
+    return bare(explained[1] if explained else said)
 
 
 def unmarked_answer(text: str) -> str:
@@ -407,7 +410,6 @@ def _interval(found: re.Match[str]) -> str:
 def _joined(text: str) -> str:
     """The digits of a number side by side or with commas, its minus that of a keyboard."""
     text = _DASH.sub("-", text.translate(_TYPED)).replace("{,}", ",")
-
     return _THOUSANDS.sub("", _CURRENCY.sub("", _CLOSER.sub("", text))).replace("~", " ")
 
 
