@@ -465,8 +465,8 @@ def not_installed(prompt: Prompt, modules: Sequence[str]) -> str:
 
 def _header(episode: Episode, solution: str) -> str:
     """The beginning of a function, of which the solution may be the body: HumanEval's prompt, or
-    that of BigCodeBench. Of a whole solution, the functions that the prompt gives beside its own,
-    which it may leave out."""
+    that of BigCodeBench. Before a whole solution that leaves out a function that the prompt gives,
+    what stands beside its own there."""
     row = episode.prompt.row
     entry_point = str(row.get("entry_point") or "")
     prompts = (row.get(name) for name in ("prompt", "complete_prompt", "code_prompt"))
@@ -475,6 +475,8 @@ def _header(episode: Episode, solution: str) -> str:
         if tree is not None and f"def {entry_point}" not in solution:
             return str(text)
         if tree is not None:
-            given = (node for node in functions(tree.body) if node.name != entry_point)
-            return "".join(f"{ast.unparse(node)}\n" for node in given)
+            given = [node for node in tree.body if getattr(node, "name", "") != entry_point]
+            names = {node.name for node in functions(given)}
+            left_out = any(n in solution and f"def {n}" not in solution for n in names)
+            return f"{ast.unparse(ast.Module(given, []))}\n" if left_out else ""
     return ""

@@ -37,7 +37,7 @@ COLUMNS = (
 in the answer."""
 # What stands in the middle of a line, such as a text in the code, ends no block.
 _BLOCK = re.compile(
-    r"(?:^([ \t]+))?```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:^[ \t]*```|```[ \t\r]*$|\Z)",
+    r"(?:^([ \t]+))?```[ \t]*+([^\s`]*+)[^\n`]*\n(.*?)(?:^[ \t]*```|```[ \t\r]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
 _ALLOWED = (
@@ -87,10 +87,16 @@ def blocks(text: str) -> list[tuple[str, str]]:
     >>> blocks("1. So:\\n   ```py\\n   print('```')\\n   ```")
     [('py', "print('```')\\n")]
     """
-    return [
-        (language, re.sub(rf"(?m)^[ \t]{{1,{len(indent)}}}", "", code) if indent else code)
-        for indent, language, code in _BLOCK.findall(text)
-    ]
+    found: list[tuple[str, str, str]] = _BLOCK.findall(text)
+    return [(language, _as_far_left(code, indent)) for indent, language, code in found]
+
+
+def _as_far_left(code: str, indent: str) -> str:
+    """As it is where a line of it stands further to the left."""
+    lines = code.split("\n")
+    if any(line.strip() and not line.startswith(indent) for line in lines):
+        return code
+    return "\n".join(line.removeprefix(indent) for line in lines)
 
 
 def read_tests(prompt: Prompt, column: str = "") -> list[Test]:

@@ -43,6 +43,7 @@ HUMAN_EVAL = {
     "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
 }
 ADD = "def add(a, b):\n    return a + b"
+PLUS = "import operator as o\n\ndef plus(a, b):\n    return o.add(a, b)\n\n"
 
 
 @needs_sandbox
@@ -186,8 +187,9 @@ def test_what_a_function_returns_is_compared_by_value(returned, expected, is_sam
         ),
         (
             "def add(a, b):\n    return plus(a, b)",
-            {**HUMAN_EVAL, "prompt": "def plus(a, b):\n    return a + b\n\ndef add(a, b):\n"},
+            {**HUMAN_EVAL, "prompt": f"{PLUS}def add(a, b):\n"},
         ),
+        (ADD, {**HUMAN_EVAL, "prompt": "def plus(a: Own):\n    return a\n\ndef add(a, b):\n"}),
         ("def f(n):\n    return 10**n", {"test": "assert len(str(f(5000))) == 5001"}),
     ],
 )
@@ -276,6 +278,7 @@ def test_a_block_ends_with_a_line_and_begins_where_its_mark_does():
     assert solution_of("1. So:\n   ```py\n   if x:\n       y()\n   ```") == "if x:\n    y()\n"
     assert solution_of("```py\nprint(1)```\nDone.") == "print(1)"
     assert solution_of("```py\r\nprint(1)\r\n```\r\nDone.") == "print(1)\r\n"
+    assert solution_of("    ```py\nif x:\n    y()\n    ```") == "if x:\n    y()\n"
 
 
 def test_the_last_block_is_the_solution():
