@@ -250,13 +250,16 @@ def _prompt(episode: Episode) -> str | list[dict[str, Any]]:
 
 def _completion(episode: Episode) -> str | list[dict[str, Any]]:
     """The completion: text after a text prompt; after messages, the messages that followed. The
-    content of an answer at their end has its thoughts, where rewards of a format look for them."""
+    content of an answer at their end has its thoughts, where rewards of a format look for them;
+    not those that special tokens mark, which are not in the text of the response."""
     content = episode.prompt.content
     if isinstance(content, str):
         return episode.response
     messages = conversation(episode)[len(content) :]
-    if messages and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls"):
-        messages[-1] = {"role": "assistant", "content": episode.response}
+    last = messages[-1] if messages else {}
+    is_answer = last.get("role") == "assistant" and not last.get("tool_calls")
+    if is_answer and "think>" in episode.response:
+        messages[-1] = {**last, "content": episode.response}
     return messages
 
 

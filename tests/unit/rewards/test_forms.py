@@ -106,13 +106,15 @@ async def test_trls_completions_are_messages_after_messages_and_none_is_not_appl
 
 async def test_trls_completions_have_the_thoughts_that_a_reward_of_the_format_looks_for(tmp_path):
     text = """
-def think_format(completions, **kwargs):
-    return [float(c[0]["content"].startswith("<think>")) for c in completions]
+def num_thoughts(completions, **kwargs):
+    return [float(c[0]["content"].count("2 + 2")) for c in completions]
 """
     parsed = {"role": "assistant", "content": "four", "reasoning_content": "2 + 2"}
-    thought = dataclasses.replace(chat("math", ASKED, parsed), response="<think>2 + 2</think>four")
-    (score,) = await made(tmp_path, text, "think_format").score([thought])
-    assert score.reward == 1.0
+    # Special tokens mark those of gpt-oss.
+    responses = ("<think>2 + 2</think>four", "analysis2 + 2assistantfinalfour")
+    episodes = [dataclasses.replace(chat("math", ASKED, parsed), response=r) for r in responses]
+    scores = await made(tmp_path, text, "num_thoughts").score(episodes)
+    assert [s.reward for s in scores] == [1.0, 0.0]
 
 
 async def test_none_of_one_reward_leaves_the_others(tmp_path):
