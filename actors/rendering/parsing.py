@@ -193,7 +193,9 @@ CONVENTIONS: Mapping[str, Mapping[str, Any]] = {
         rf"(?:<(?:minimax:tool_call|{_DSML}function_calls)>\s*)?"
         rf"<(?:{_DSML})?invoke name=\"(?P<name>[^\"]+)\">",
         rf"(?:</(?:{_DSML})?parameter>|\G)\s*</(?:{_DSML})?invoke>"
-        rf"(?:\s*</(?:minimax:tool_call|{_DSML}function_calls)>)?",
+        rf"(?:\s*</(?:minimax:tool_call|{_DSML}function_calls)>)?"
+        # Of a parameter without an end, at the end of the text.
+        rf"|\n?</(?:{_DSML})?invoke>(?:\s*</(?:minimax:tool_call|{_DSML}function_calls)>)?\s*\Z",
         rf"<(?:{_DSML})?parameter name=\"(?P<key>[^\"]+)\"(?: string=\"(?P<is_text>\w+)\")?>"
         rf"(?P<value>.*?)(?:</(?:{_DSML})?parameter>|\Z)",
     ),

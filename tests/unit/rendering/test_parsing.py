@@ -155,6 +155,8 @@ class TestConventions:
         text = '<invoke name="add"><parameter name="b"></invoke></parameter>\n</invoke>'
         message = parse(make(TEMPLATES["minimax_m2"]), text)
         assert (message["content"], message["tool_calls"]) == ("", [call("add", b="</invoke>")])
+        text = '<invoke name="add"><parameter name="b">x\n</invoke>\n</minimax:tool_call>'
+        assert parse(make(TEMPLATES["minimax_m2"]), text)["tool_calls"] == [call("add", b="x")]
 
     @pytest.mark.parametrize("tag", ["", "<|python_tag|>"])
     def test_llama(self, tag: str) -> None:
