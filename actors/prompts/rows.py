@@ -422,11 +422,14 @@ def _content(value: Any) -> str | tuple[Message, ...]:
 def _of_text(text: str) -> Any:
     """The value of a text in JSON, or as Python prints it, which CSV files of pandas have for
     records; None for other text."""
-    with warnings.catch_warnings():
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    with (
+        warnings.catch_warnings(),
+        suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError),
+    ):
         warnings.simplefilter("ignore")
-        for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-                return read(text)
+        return ast.literal_eval(text.strip())
     return None
 
 

@@ -51,7 +51,7 @@ def _as_written(table: Any) -> Any:
 
     schema = table.schema
     if "float" in str(schema.types):
-        for floats in (pyarrow.string(), pyarrow.float64()):
+        for floats in (pyarrow.large_string(), pyarrow.float64()):
             fields = (field.with_type(_with_floats(field.type, floats)) for field in schema)
             table = table.cast(pyarrow.schema(fields))
     return table
@@ -67,8 +67,11 @@ def _with_floats(kind: Any, floats: Any) -> Any:
     if types.is_struct(kind):
         fields = (kind.field(i) for i in range(kind.num_fields))
         return pyarrow.struct([f.with_type(_with_floats(f.type, floats)) for f in fields])
-    if types.is_list(kind):
-        return pyarrow.list_(kind.value_field.with_type(_with_floats(kind.value_type, floats)))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        values = kind.value_field.with_type(_with_floats(kind.value_type, floats))
+        if types.is_fixed_size_list(kind):
+            return pyarrow.list_(values, kind.list_size)
+        return (pyarrow.list_ if types.is_list(kind) else pyarrow.large_list)(values)
     return kind
 
 

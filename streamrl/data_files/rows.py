@@ -84,9 +84,9 @@ def as_json_values(value: Any) -> Any:
         case bytes():
             with suppress(UnicodeDecodeError):
                 return value.decode()
-        case _ if getattr(value, "dtype", None) == "float32" and hasattr(value, "astype"):
-            # The decimals that they were written as.
-            return value.astype(str).astype(float).tolist()
+        case _ if getattr(value, "dtype", None) == "float32" and hasattr(value, "__array__"):
+            # The decimals that they were written as; arrays of JAX do not become texts themselves.
+            return value.__array__().astype(str).astype(float).tolist()
         case _ if hasattr(value, "tolist"):
             return as_json_values(value.tolist())
     return value

@@ -158,7 +158,7 @@ def test_arrays_are_lists(tmp_path):
 @pytest.mark.parametrize("is_numpy", [True, False])
 def test_a_float_of_32_bits_is_the_decimal_that_was_written(tmp_path, is_numpy):
     narrow = pyarrow.float32()
-    kinds = [pyarrow.list_(narrow), pyarrow.list_(pyarrow.struct([("x", narrow)]))]
+    kinds = [pyarrow.large_list(narrow), pyarrow.list_(pyarrow.struct([("x", narrow)]), 1)]
     columns = [
         pyarrow.array([[0.1, None]], kinds[0]),
         pyarrow.array([[{"x": 0.7}]], kinds[1]),
