@@ -1,14 +1,14 @@
 """Every known cause of a stalled run, each a function of a reading to sentences.
 
-Invariant: a cause is reported only if the reading shows it. Those that come first are nearest to
-what a person can change.
+Invariant: a cause is reported only if the reading shows it. The causes that a person can change
+most directly come first.
 
-What is absent (buffer, learner, generators that may sample, a validator) comes by itself while a
-process starts, is restarted, or a person has said so. An absence is late, and a finding, once it
-has lasted longer than a start takes (`Reading.start_s`), or the run stands still for it; before
-that it is pending, neither wrong nor healthy.
+Something absent (the buffer, the learner, generators that may sample, a validator) may only be
+starting or restarting, or a person asked for its absence. An absence is late, and so a finding,
+once it has lasted longer than a start takes (`Reading.start_s`) or the run stands still because of
+it; before that it is pending, neither wrong nor healthy.
 
-Displays show two of them before they are findings: `lasting_wait` and `failed_groups`.
+Displays show two causes before they are findings: `lasting_wait` and `failed_groups`.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ def _no_buffer(reading: Reading) -> Iterator[Absence]:
 
 
 def _no_learner(reading: Reading) -> Iterator[Absence]:
-    """It is stopped, killed or frozen, or none has attached."""
+    """The learner is stopped, killed or frozen, or none has attached."""
     stats, learner = reading.stats, reading.learner
     if reading.is_over or reading.is_learner_reporting:
         return
@@ -78,7 +78,7 @@ def _no_generator(reading: Reading) -> Iterator[Absence]:
 
 
 def _silent_generator(reading: Reading) -> Iterator[Absence]:
-    """One that is started again under its id reports again."""
+    """A generator is silent; if it is restarted under the same id, its reports resume."""
     if reading.is_over:
         return
     for status, age_s in reports(reading.stats):
@@ -91,7 +91,7 @@ def _silent_generator(reading: Reading) -> Iterator[Absence]:
 
 
 def _nothing_leased(reading: Reading) -> Iterator[Absence]:
-    """Generators report, and none of them may ask for a lease, or none does."""
+    """Generators report, but none of them may ask for a lease, or none does."""
     stats = reading.stats_if_sampling
     if stats is None or not stats.generators:
         return
@@ -112,7 +112,7 @@ def _nothing_leased(reading: Reading) -> Iterator[Absence]:
 
 
 def _no_validator(reading: Reading) -> Iterator[Absence]:
-    """The run goes on without it, and its versions are not validated."""
+    """No validator reports: the run goes on without one, and its versions are not validated."""
     learner = reading.working_learner
     absent_s = 0.0 if learner is None else learner.no_validator_s or 0.0
     if absent_s > HEARTBEAT_TIMEOUT_S:
@@ -122,7 +122,7 @@ def _no_validator(reading: Reading) -> Iterator[Absence]:
 
 
 def _none_reports(sentence: str, address: str, is_late: bool) -> Absence:
-    """`address` is the setting at which one would report."""
+    """`address` is the setting with the address to which it would report."""
     remedy = f": start one, or see whether it reaches {address}"
     return Absence(sentence + (remedy if is_late else "; one may be starting"), is_late)
 
@@ -131,14 +131,15 @@ SHOWN_AFTER_S = 1.0
 
 
 def lasting_wait(stats: BufferStats) -> str:
-    """The group that the next batch waits for although enough others are finished; "" if it has not
-    waited for SHOWN_AFTER_S. With `buffer.overdue: wait` such a wait belongs to the work, and is no
-    finding until `run.stall_s`."""
+    """Describe the group that the next batch waits for although enough others are finished; "" if
+    the wait is shorter than SHOWN_AFTER_S. With `buffer.overdue: wait` such a wait is normal, and
+    no finding until `run.stall_s`."""
     return due_group(stats) if stats.awaited and stats.wait_due_s >= SHOWN_AFTER_S else ""
 
 
 def due_group(stats: BufferStats) -> str:
-    """The first of the groups that the next batch waits for; there is one."""
+    """Describe the first of the groups that the next batch waits for; `stats.awaited` is not
+    empty."""
     first, *others = stats.awaited
     held = _holder(stats, first.lease_id)
     sentence = f"step {stats.policy_version + 1} waits for prompt {first.prompt_index}{held}"
@@ -150,7 +151,8 @@ def due_group(stats: BufferStats) -> str:
 
 
 def _remedy(stats: BufferStats, awaited: Lease) -> str:
-    """Another bound helps a group that is sampled, not one whose generator lacks the weights."""
+    """A larger bound helps a group that is being sampled, not one whose generator lacks the
+    weights."""
     needed = awaited.min_policy_version
     for status in stats.generators:
         if awaited.lease_id in status.lease_ids and status.policy_version < needed:
@@ -162,7 +164,8 @@ def _remedy(stats: BufferStats, awaited: Lease) -> str:
 
 
 def _holder(stats: BufferStats, lease_id: str) -> str:
-    """Who samples the group of a lease, its tokens so far and its age, as far as is reported."""
+    """The generator that samples the group of a lease, its tokens so far and its age, as far as
+    reported."""
     for status, heartbeat_age_s in reports(stats):
         if lease_id in status.lease_ids:
             at = status.lease_ids.index(lease_id)
@@ -177,17 +180,17 @@ _NAMED_PROMPTS = 3
 
 
 def failed_groups(stats: BufferStats) -> str:
-    """The sentence; "" if no group failed or was malformed.
+    """Describe failed and malformed groups; "" if there are none.
 
-    Books count all failures of the run; the error and the rows are those of the generators that
-    report now, each since it was started.
+    The books count all failures of the run; the error and the rows come from the generators that
+    report now, each since its start.
     """
     return "; ".join(_failures(stats))
 
 
 def _failures(stats: BufferStats) -> Iterator[str]:
     books, generators = stats.books, stats.generators
-    # With their moment: the sentence is also read beside counts of another one.
+    # It names the version, since the sentence is also shown beside counts of another moment.
     ended = f"{books.ended} groups up to version {stats.policy_version}"
     if num_malformed := books.dropped.get(DropReason.MALFORMED, 0):
         yield (
@@ -213,8 +216,8 @@ NOTHING_SCORED = (
 
 
 def _repeated(stats: BufferStats) -> Iterator[str]:
-    """Of several rewards those that failed, and the rows that failed more than once, over all
-    generators."""
+    """The rewards that failed, if there are several, and the rows that failed more than once, over
+    all generators."""
     rewards: Counter[str] = Counter()
     rows: Counter[str] = Counter()
     for generator in stats.generators:
@@ -225,7 +228,7 @@ def _repeated(stats: BufferStats) -> Iterator[str]:
     yield from (f"{row} failed {n} times" for row, n in rows.most_common(_NAMED_PROMPTS) if n > 1)
 
 
-# Fewer may be a few bad rows of the data, which every display shows all the same.
+# A smaller share may be a few bad rows of the data; displays show those anyway.
 _MIN_FAILED_FRAC = 0.05
 
 
@@ -235,7 +238,8 @@ def _buffer_refuses(reading: Reading) -> Iterator[str]:
 
 
 def _groups_failed(reading: Reading) -> Iterator[str]:
-    """Or were malformed. A run may go on with those that are left, and learn from these alone."""
+    """Groups failed or were malformed. A run may go on, but learns only from the remaining
+    groups."""
     stats = reading.stats
     if stats is None or reading.is_over:
         return
@@ -275,7 +279,8 @@ def _learner_fenced(reading: Reading) -> Iterator[str]:
 
 
 def _due_group(reading: Reading) -> Iterator[str]:
-    """Enough groups are finished, but not those that `buffer.overdue: wait` does not overtake."""
+    """Enough groups are finished, but not a due one, which `buffer.overdue: wait` does not
+    overtake."""
     stats = reading.stats_if_waiting
     if stats is not None and stats.awaited:
         yield due_group(stats)
@@ -295,7 +300,7 @@ def _old_weights(reading: Reading) -> Iterator[str]:
     stats, learner = reading.stats_if_waiting, reading.learner
     if stats is None:
         return
-    # They ask for no lease before they have newer weights.
+    # Generators that catch up ask for no lease before they have newer weights.
     behind = (s for s in stats.generators if s.is_catching_up and not s.lease_ids)
     for status in (*_idle_holders(stats), *behind):
         if status.policy_version < stats.policy_version:
@@ -350,7 +355,7 @@ def _groups_dropped(reading: Reading) -> Iterator[str]:
 
 
 def _launch_failed(reading: Reading) -> Iterator[str]:
-    """Also of a run that has made all its steps, without its validator."""
+    """The launch failed; it may have failed after all steps were made, because of its validator."""
     if reading.failure:
         yield f"failed: {reading.failure}"
 
@@ -379,8 +384,8 @@ CAUSES: Mapping[str, Callable[[Reading], Iterator[str] | Iterator[Absence]]] = {
 
 
 def found_in(reading: Reading) -> Iterator[Finding]:
-    """Problems, and warnings of what is pending; of a cause with many sentences, as of a thousand
-    generators, the first ones and how many there are more."""
+    """Yield problems, and warnings of what is pending. For a cause with many sentences (one per
+    generator, say), only the first ones and the number of the others."""
     for cause, find in CAUSES.items():
         found = [one if isinstance(one, Absence) else Absence(one) for one in find(reading)]
         for is_late, make in ((True, Area.RUN.problem), (False, Area.RUN.warning)):
@@ -391,13 +396,13 @@ def found_in(reading: Reading) -> Iterator[Finding]:
 
 
 def may_move(reading: Reading) -> bool:
-    """Whether all that makes steps is there; steps are made without a validator."""
+    """Whether everything that a step needs is there; a validator is not needed."""
     needed = (find for cause, find in CAUSES.items() if cause != "no_validator")
     return not any(isinstance(found, Absence) for find in needed for found in find(reading))
 
 
 def _holders(stats: BufferStats) -> Iterator[str]:
-    """Who holds the missing groups; the longest held first."""
+    """Which generators hold the missing groups; the longest held first."""
     holders = [report for report in reports(stats) if report[0].lease_ids]
     oldest_first = sorted(holders, key=lambda report: -max(lease_ages_s(*report), default=0.0))
     for status, age_s in oldest_first[:_NAMED]:
@@ -415,7 +420,7 @@ def _holders(stats: BufferStats) -> Iterator[str]:
 
 
 def _idle_holders(stats: BufferStats) -> Iterator[GeneratorStatus]:
-    """Those that report and hold leases while their engine has nothing to do."""
+    """Generators that report and hold leases while their engine has nothing to do."""
     for status, age_s in reports(stats):
         is_idle = not (status.num_active or status.num_waiting)
         if status.lease_ids and is_idle and age_s <= HEARTBEAT_TIMEOUT_S:

@@ -1,11 +1,11 @@
 """Signs that a run does not learn, from the metrics of its last steps, each with a remedy.
 
-Pure. The learner adds each step's metrics; its log and its report, and so the live view, `streamrl
-status` and the summary, have what is found.
+Pure. The learner adds each step's metrics. What is found goes into its log and its report, and so
+into the live view, `streamrl status` and the summary.
 
-Invariant: a sign is a line of `SIGNS`, holds over the last `run.signs.steps` steps together, and
-says for how many steps it has. A sign that another one explains is not said beside it. What is not
-measured is no sign.
+Invariant: a sign is an entry of `SIGNS`. It holds over the last `run.signs.steps` steps together,
+and says for how many steps it has held. A sign that another one explains is not reported beside it.
+A metric that is not measured gives no sign.
 """
 
 import math
@@ -23,7 +23,8 @@ _HELD_OUT = re.compile(r"validation/mean@\d+")
 
 
 class TrainingReward(NamedTuple):
-    """The mean of so many steps, the last of them, and the standard error of that mean."""
+    """The mean reward over `run.signs.steps` steps, the last of these steps, and the mean's
+    standard error."""
 
     mean: float
     step: int
@@ -43,15 +44,15 @@ class HeldOut(NamedTuple):
 
 @dataclass
 class Signs:
-    """Those of a run, from the first step that is added on, or gone on after."""
+    """The signs of a run: add each step's metrics with `add`; `go_on` continues from a file."""
 
     settings: SignSettings
     lines: deque[Mapping[str, Any]] = field(default_factory=deque)
-    """Of the last steps, as many as are looked at, oldest first."""
+    """Metrics of the last `settings.steps` steps, oldest first."""
     first_entropy: float | None = None
-    """The mean of the first so many steps."""
+    """Mean over the first `settings.steps` steps."""
     best: TrainingReward = _NO_REWARD
-    """The largest one of so many steps."""
+    """The largest mean over `settings.steps` steps."""
     max_reward: float = -math.inf
     held_out: list[HeldOut] = field(default_factory=list)
     """Oldest first."""
@@ -59,7 +60,8 @@ class Signs:
     """For how many steps each sign has been seen without a break."""
 
     def values(self, name: str) -> list[float]:
-        """One of each of the last steps; none if a step has none, or one that is not finite."""
+        """The metric in each of the last steps; [] if any step lacks it or its value is not
+        finite."""
         found = [float(line[name]) for line in self.lines if line.get(name) is not None]
         return found if len(found) == len(self.lines) and all(map(math.isfinite, found)) else []
 
@@ -71,14 +73,15 @@ class Signs:
         return {*self.values(name)} == {value}
 
     def go_on(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """After the steps of these lines of a `metrics.jsonl`, where null is no finite number."""
+        """Continue after the steps of these lines of a `metrics.jsonl`, where null is a value that
+        was not finite."""
         for line in lines if self.settings.steps else ():
             of_step = {k: math.nan if v is None else v for k, v in line.items()}
             self.add(line["step"], of_step)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, str]:
-        """What is seen with this step, by the names of `SIGNS`, as a sentence with its remedy; {}
-        before there are enough steps."""
+        """Add a step; return the signs seen with it, by their names in `SIGNS`, each as a sentence
+        with its remedy; {} before there are enough steps."""
         steps = self.settings.steps
         if not steps:
             return {}
@@ -99,7 +102,8 @@ class Signs:
         return dict(self._sentences(found))
 
     def _add_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The line of a step has that which was reported since the step before."""
+        """A step's line contains the validation that was reported since the previous step, if
+        any."""
         version = int(metrics.get("validation/policy_version", step))
         num_prompts = max(1.0, metrics.get("validation/num_prompts", 1.0))
         found = (float(value) for name, value in metrics.items() if _HELD_OUT.fullmatch(name))
@@ -136,7 +140,7 @@ def _one_reward(signs: Signs) -> str:
 
 
 def _all_rewards(signs: Signs) -> float | None:
-    """The one value of all rewards."""
+    """The value that all rewards have; None if they differ."""
     values = {*signs.values("reward/min"), *signs.values("reward/max")}
     return values.pop() if len(values) == 1 else None
 
@@ -155,7 +159,7 @@ def _bad_gradient(signs: Signs) -> str:
 
 
 def _falling(signs: Signs) -> str:
-    """By more than chance: two standard errors of the difference."""
+    """The training reward fell by more than chance (two standard errors of the difference)."""
     rewards, best = signs.values("reward/mean"), signs.best
     if not rewards or best.mean <= 0:
         return ""
@@ -170,8 +174,8 @@ def _error(values: Sequence[float]) -> float:
 
 
 def _held_out_falling(signs: Signs) -> str:
-    """By two validations, and by more than chance: two standard errors of a mean of n rewards
-    between 0 and the largest are at most the largest over the root of n."""
+    """The held-out reward fell in two validations, and by more than chance: two standard errors of
+    a mean of n rewards between 0 and the largest are at most the largest over the root of n."""
     if not signs.held_out:
         return ""
     best = max(signs.held_out)
@@ -201,7 +205,7 @@ def _memorized(signs: Signs) -> str:
 
 
 def _collapsed(signs: Signs) -> str:
-    """The policy of a task that it has solved is sure for a good reason."""
+    """The entropy collapsed; not reported of a solved task, where low entropy is right."""
     now, reward = signs.mean("actor/entropy"), signs.mean("reward/mean")
     if now is None or reward is None or signs.first_entropy is None:
         return ""
@@ -272,7 +276,7 @@ SIGNS: Mapping[str, Sign] = {
         _is_always("learner/grad_norm", 0.0, "the gradient is 0"),
         "see which corrections mask all tokens (mismatch/*), and whether algorithm.loss reads the "
         "advantages",
-        # Of no token.
+        # If corrections mask all tokens, the entropy is taken over no token.
         ("collapsed",),
     ),
     "bad_gradient": Sign(

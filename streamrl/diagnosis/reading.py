@@ -1,5 +1,5 @@
-"""What is known of a run at one moment: the buffer's stats, the learner's status, their ages;
-and how far it is: whether its processes work, and if they do not, how and where it ended.
+"""What is known of a run at one moment: the buffer's stats, the learner's status and their ages;
+and the state of the run: whether its processes work, and if not, how and at which step it ended.
 
 Pure: ages are in seconds, and the caller reads the clock.
 """
@@ -17,7 +17,7 @@ HEARTBEAT_TIMEOUT_S = 10.0
 Generators and learner report every second; on a busy machine some reports are late.
 """
 START_S = 120.0
-"""What a process takes to start, from its command to its first report, if the run does not say."""
+"""How long a process may take from its command to its first report, unless the run says."""
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -26,9 +26,9 @@ class Reading(Struct, frozen=True, kw_only=True):
     `stats` is None if the buffer did not answer, with the reason in `unreachable`; `learner` is
     None if nothing is known of it, else `learner_age_s` old. `is_relaunched`: a launch has begun
     since that report, and goes on. `is_launch_over`: the newest launch has ended, and no learner
-    has reported since; `failure` is its sentence, if it failed. `idle_s` is the time since the last
-    step ended, `launched_s` that since the newest launch began, and `max_steps` the run's, if they
-    are known. `startup_s` is what the start of a generator may take.
+    has reported since; `failure` says why, if it failed. `idle_s` is the time since the last step
+    ended, and `launched_s` the time since the newest launch began; like `max_steps` they are None
+    if unknown. `startup_s` is how long the start of a generator may take.
     """
 
     stall_s: float
@@ -52,7 +52,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     @property
     def is_starting(self) -> bool:
-        """Whether a launch has begun a moment ago, and no learner has reported since."""
+        """Whether a launch began less than `start_s` ago, and no learner has reported since."""
         has_reported = self.learner is not None and not self.is_relaunched
         is_new = self.launched_s is not None and self.launched_s <= self.start_s
         return is_new and not has_reported
@@ -107,7 +107,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
 
 def startup_s(config: RunConfig) -> float:
-    """What the start of a generator may take: one with a server of its own waits for that."""
+    """How long the start of a generator may take; one that starts its own server waits for it."""
     generator = config.generator
     return generator.served.start_timeout_s if generator.starts_server else START_S
 
@@ -123,10 +123,10 @@ def lease_ages_s(status: GeneratorStatus, heartbeat_age_s: float) -> list[float]
 
 
 class RunState(StrEnum):
-    """`STARTING`: no learner of this launch has reported yet. `RUNNING`: one does, or the buffer
-    answers. `FINISHED`: all steps are made. `STOPPED`: the run was asked to end before. `FAILED`:
-    its launch ended with an error before. `DEAD`: neither learner nor buffer answers, and neither
-    the learner nor the launch has ended."""
+    """`STARTING`: no learner of this launch has reported yet. `RUNNING`: a learner reports, or the
+    buffer answers. `FINISHED`: all steps are made. `STOPPED`: the run was asked to end earlier.
+    `FAILED`: its launch ended with an error. `DEAD`: neither learner nor buffer answers, and
+    neither the learner nor the launch has ended."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -141,8 +141,8 @@ class RunState(StrEnum):
 
 
 def state_of(reading: Reading) -> RunState:
-    """By the learner's report, by how the launch ended, and by whether the buffer answers where the
-    learner does not."""
+    """Determine the state from the learner's report, from how the launch ended, and, if the learner
+    is silent, from whether the buffer answers."""
     learner, stats = reading.learner, reading.stats
     if _is_finished(reading):
         return RunState.FINISHED
@@ -168,7 +168,7 @@ def _is_finished(reading: Reading) -> bool:
 
 
 def outcome(reading: Reading) -> str:
-    """How the run ended and at which step, as a sentence; "" while it goes on."""
+    """Say how the run ended and at which step; "" while it goes on."""
     learner, state = reading.learner, state_of(reading)
     if state is RunState.FAILED:
         return f"failed: {reading.failure}"
@@ -197,7 +197,7 @@ def outcome(reading: Reading) -> str:
 
 
 def age(seconds: float) -> str:
-    """In a unit of which there are two or more.
+    """Show a duration in the largest unit that it is at least two of.
 
     >>> age(95), age(7300)
     ('95 s', '2 h')

@@ -2,25 +2,25 @@
 
 A run is a closed queue of two stations: generators sample groups, the learner trains batches of
 them, and admission bounds the groups between. Each station's demand is the time that it needs for
-the groups of one step with all of its room in use, by the utilization law from what was measured:
+the groups of one step when all of its room is in use. It follows from measurements by the
+utilization law:
 
-    G = U T         U: the share in use of the room that can be used, min(n m, C) groups
-    L = T - W       W: the time that the learner waited for groups
-    T = G + L - o min(G, L) + s
+    G = U T         U: the share in use of the usable room, min(n m, C) groups L = T - W       W:
+    the time that the learner waited for groups T = G + L - o min(G, L) + s
 
-for steps of T seconds, n generators with room for m groups each, and C groups admitted at most
+for steps of T seconds, n generators with room for m groups each, and at most C admitted groups
 ((max_staleness + 1) * groups_per_step). The overlap o and the rest s, in which neither station is
-fully used, are what makes the last equation true: o = 0 if the stations take turns
+fully used, are chosen to make the last equation true: o = 0 if the stations take turns
 (max_staleness 0), o = 1 if the shorter one hides behind the longer one. At another size
 
     G' = G min(n m, C) / min(n' m, C)        L' = L - X + X r / r'
 
-where X is the part of L that ranks share (`learner/train_s`) and r their number, and T' follows
+where X is the part of L that ranks share (`learner/train_s`) and r the number of ranks; T' follows
 with the same o and s.
 
-Assumptions: generators are alike; an engine samples a group as fast, however many others it
-samples; ranks share X evenly; o and s stay. So an estimate is closest near the size that was
-measured, and for more ranks it is an upper bound.
+Assumptions: generators are alike; an engine samples a group equally fast, however many others it
+samples; ranks share X evenly; o and s stay the same. So an estimate is best near the measured size,
+and for more ranks it is an upper bound.
 """
 
 import math
@@ -34,15 +34,15 @@ from streamrl.types import GeneratorStatus
 
 Limit: TypeAlias = Literal["generators", "learner", "both", "admission", "none"]
 MIN_GAIN = 0.03
-"""Speed gained by one more, below which it does not help."""
+"""One more generator or rank helps if it gains at least this share of speed."""
 _MIN_REST = 0.25
 
 
 class Load(Struct, frozen=True, kw_only=True):
     """A run at one size, as means over steps: times in seconds a step, room in groups.
 
-    `busy_groups` is the room in use, of all `num_generators`; `max_groups` is all their room, and
-    `capacity` the groups that admission lets in flight at most.
+    `busy_groups` is the room in use over all `num_generators`; `max_groups` is all of their room,
+    and `capacity` the most groups that admission lets in flight.
     """
 
     step_s: float
@@ -60,22 +60,23 @@ class Load(Struct, frozen=True, kw_only=True):
 
     @property
     def generation_s(self) -> float:
-        """G: what the generators need for the groups of a step."""
+        """G: the time that the generators need for the groups of a step."""
         return min(1.0, self.busy_groups / max(self.usable_groups, 1e-9)) * self.step_s
 
     @property
     def learner_s(self) -> float:
-        """L: what the learner needs for a step without waits."""
+        """L: the time that the learner needs for a step, without waits."""
         return max(0.0, self.step_s - self.wait_s)
 
     @property
     def rest_s(self) -> float:
-        """s: when groups wait elsewhere, such as for a reward, and no more are admitted."""
+        """s: time in which groups wait elsewhere, such as for a reward, and no more are
+        admitted."""
         return max(0.0, self.step_s - self.generation_s - self.learner_s)
 
 
 def busy_frac(status: GeneratorStatus, before: GeneratorStatus | None = None) -> float:
-    """Share of a generator's room in use since an earlier report of it, or since its start."""
+    """Share of a generator's room in use since its earlier report, or since its start."""
     busy_s, uptime_s = status.busy_s, status.uptime_s
     if before is not None and before.session == status.session and before.uptime_s < uptime_s:
         busy_s, uptime_s = busy_s - before.busy_s, uptime_s - before.uptime_s
@@ -83,7 +84,8 @@ def busy_frac(status: GeneratorStatus, before: GeneratorStatus | None = None) ->
 
 
 def steps_per_s(load: Load, *, generators: int = 0, ranks: int = 0) -> float:
-    """Estimated speed with so many more, or fewer, of each; that of `load` with none."""
+    """Estimated speed with that many more (or fewer) generators and ranks; 0 and 0 give the speed
+    of `load`."""
     generation_s, learner_s = load.generation_s, load.learner_s
     shorter_s = min(generation_s, learner_s)
     overlapped_s = max(0.0, generation_s + learner_s - load.step_s)
@@ -98,8 +100,8 @@ def steps_per_s(load: Load, *, generators: int = 0, ranks: int = 0) -> float:
 
 
 def wanted_generators(load: Load) -> int:
-    """The fewest from which on one more gains less than MIN_GAIN; twice as many as there are at
-    most, since an estimate is for sizes near the measured one."""
+    """The smallest number of generators at which one more gains less than MIN_GAIN; at most twice
+    as many as there are, since estimates hold near the measured size."""
     counts = range(1, 2 * load.num_generators + 2)
     speeds = [steps_per_s(load, generators=n - load.num_generators) for n in counts]
     gains = (after / before - 1 for before, after in pairwise(speeds))
@@ -108,7 +110,7 @@ def wanted_generators(load: Load) -> int:
 
 
 def scaling_metrics(load: Load | None) -> dict[str, float]:
-    """The estimates under their public names; not numbers before anything was measured."""
+    """The estimates under their public names; NaN before anything was measured."""
     if load is None:
         return dict.fromkeys(_NAMES, math.nan)
     values = (
@@ -123,9 +125,9 @@ def scaling_metrics(load: Load | None) -> dict[str, float]:
 
 
 class ScalingHint(Struct, frozen=True):
-    """What would make a run faster. `limit` is what keeps it from being faster: `generators`,
-    `learner`, `both` (they take turns), `admission`, or `none` where one more of either gains less
-    than MIN_GAIN."""
+    """What would make a run faster. `limit` is what limits its speed: `generators`, `learner`,
+    `both` (they take turns), `admission`, or `none` if one more of either gains less than
+    MIN_GAIN."""
 
     limit: Limit
     steps_per_s: float
@@ -137,7 +139,7 @@ class ScalingHint(Struct, frozen=True):
 
 
 def scaling_hint(metrics: Mapping[str, Any]) -> ScalingHint | None:
-    """From the metrics of a step; None where they are not measured."""
+    """Make the hint from the metrics of a step; None if they are not measured."""
     values = [metrics.get(name) for name in (*_NAMES, "generator/count")]
     if any(value is None or not math.isfinite(value) for value in values):
         return None
@@ -173,7 +175,7 @@ _LIMITS: Mapping[tuple[bool, bool], Limit] = {
     (False, True): "learner",
     (False, False): "none",
 }
-"""By whether one more generator, and one more rank, helps."""
+"""The limit by whether one more generator helps, and whether one more rank does."""
 
 
 def _sentence(hint: ScalingHint, room: int, capacity: int) -> str:

@@ -1,6 +1,6 @@
 """Files of samples: JSON Lines that a crash leaves readable.
 
-samples.jsonl                 of a few groups of each step; samples.1.jsonl what came before it
+samples.jsonl                 a few groups of each step; samples.1.jsonl has the ones before
 validation/00000020.jsonl     the responses of the validation of version 20, written whole
                               (the first one and the newest are kept)
 """
@@ -24,9 +24,9 @@ BLOCK_BYTES = 2**18
 
 
 class SampleFile:
-    """Appends to `samples.jsonl`, after it has removed the samples of `first_step` and later.
+    """Removes the samples of `first_step` and later from `samples.jsonl`, then appends to it.
 
-    Past half of `max_bytes` the file becomes `samples.1.jsonl`, in place of the one before.
+    Past half of `max_bytes` the file becomes `samples.1.jsonl`, replacing the previous one.
     """
 
     def __init__(self, run: Path, first_step: int, max_bytes: int) -> None:
@@ -59,8 +59,8 @@ def text_of(samples: Iterable[Sample]) -> str:
 
 
 def write_validation(run: Path, policy_version: int, samples: Sequence[Sample], keep: int) -> None:
-    """The file of this validation; beside the first one, with which the others are compared, the
-    newest `keep` stay.
+    """Write the file of a validation. Keep the newest `keep` files and the first one, with which
+    the others are compared.
 
     Raises:
         OSError: it cannot be written.
@@ -76,15 +76,15 @@ def validation_file(run: Path, policy_version: int) -> Path:
 
 
 def validation_files(run: Path) -> list[Path]:
-    """Those that there are, oldest version first; what a person has put beside them is none."""
+    """The files of validations, oldest version first; other files in the folder are ignored."""
     found = sorted((run / VALIDATION_FOLDER).glob("*.jsonl"))
     return [path for path in found if path.stem.isdecimal()]
 
 
 def side_by_side(run: Path, num_prompts: int = 10, num_versions: int | None = None) -> list[Sample]:
     """What validated versions wrote for the first prompts of the newest validation, one response
-    each: those of a prompt together, oldest version first. Of more versions than `num_versions` the
-    first one and the newest are taken."""
+    each. Responses to a prompt stand together, oldest version first. If there are more versions
+    than `num_versions`, the first and the newest ones are taken."""
     files = validation_files(run)
     if num_versions is not None and len(files) > num_versions:
         files = [files[0], *files[len(files) - num_versions + 1 :]]
@@ -94,7 +94,7 @@ def side_by_side(run: Path, num_prompts: int = 10, num_versions: int | None = No
 
 
 def _first_responses(path: Path, num_prompts: int) -> dict[int, Sample]:
-    """By prompt; of several contexts of a response its last one."""
+    """The first sibling's response by prompt; the last context of a response that has several."""
     found: dict[int, Sample] = {}
     for sample in read_samples(path):
         if sample.prompt_index not in found and len(found) == num_prompts:
@@ -105,12 +105,13 @@ def _first_responses(path: Path, num_prompts: int) -> dict[int, Sample]:
 
 
 def validations_after(run: Path, policy_version: int) -> list[Path]:
-    """The files of later versions than this one, which a learner that went back makes again."""
+    """The files of versions later than this one, which a learner that went back writes again."""
     return [path for path in validation_files(run) if int(path.stem) > policy_version]
 
 
 def newest_first(run: Path) -> Iterator[Sample]:
-    """The samples of a run's steps. Reads the files from their end, a block at a time."""
+    """Yield the samples of a run's steps, newest first. Reads the files from their end, a block at
+    a time."""
     for path in (run / SAMPLES_FILE, run / OLDER_FILE):
         for line in lines_backwards(path):
             if (sample := _parsed(line)) is not None:
@@ -121,7 +122,7 @@ def lines_backwards(path: Path) -> Iterator[bytes]:
     """The whole lines, last first."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
-        rest: list[bytes] = []  # Of a line that begins earlier, last block first.
+        rest: list[bytes] = []  # Parts of a line that begins earlier, last block first.
         while end > 0:
             begin = max(0, end - BLOCK_BYTES)
             file.seek(begin)
@@ -136,8 +137,8 @@ def lines_backwards(path: Path) -> Iterator[bytes]:
 
 
 def keep_before(path: Path, first_step: int) -> None:
-    """Remove the lines of later steps, and what was cut off or is damaged: cut the file, which a
-    full disk allows, or rewrite it if that stands in the middle."""
+    """Remove the lines of `first_step` and later, and lines that are cut off or damaged. Truncate
+    the file, which works on a full disk, or rewrite it if such lines stand in the middle."""
     if not path.exists():
         return
     num_bytes = num_kept = 0
@@ -164,7 +165,7 @@ def _is_before(first_step: int, text: bytes) -> bool:
 
 
 def parsed_line(text: bytes) -> dict[str, Any] | None:
-    """A line that has a step; None if it is damaged."""
+    """Parse a line that has a step; None if it is damaged."""
     try:
         line = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError):

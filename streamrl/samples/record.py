@@ -1,10 +1,10 @@
 """One trajectory as text: its prompt, what the policy wrote, and what came in between.
 
-Invariant: the text is that of the very tokens that the engine read and sampled, special ones
-included, so a template that went wrong is seen. `Sample.without_markup` has what people read.
+Invariant: the text is decoded from the very tokens that the engine read and sampled, special ones
+included, so a wrong template is visible. `Sample.without_markup` gives what people read.
 
-`printable`: a terminal obeys control characters, a person does not see them. `piece_lengths`: which
-characters of a text are whose token's; one after the other they are the beginning of the text.
+`printable` escapes control characters, which a terminal obeys and a person does not see.
+`piece_lengths` says which characters of a text come from which token.
 """
 
 import itertools
@@ -27,7 +27,7 @@ _UNSAFE = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""The text with its control characters as escapes, but for line ends and tabs.
+    r"""The text with control characters as escapes, except line ends and tabs.
 
     >>> printable("red: \x1b[31m, bell: \x07")
     'red: \\x1b[31m, bell: \\x07'
@@ -44,18 +44,18 @@ _GAP = " [...] "
 
 
 def cut(text: str, longest: int) -> str:
-    """At most so many characters: of a text that is longer its first and its last ones."""
+    """Shorten a text to `longest` characters by leaving out its middle."""
     half = (longest - len(_GAP)) // 2
     return text if len(text) <= longest else f"{text[:half]}{_GAP}{text[-half:]}"
 
 
 def shortened_answer(text: str) -> str:
-    """An answer, expected or extracted, as it is kept for people; lone surrogates, which rows of
-    JSON may have and UTF-8 cannot, as question marks."""
+    """An expected or extracted answer as it is kept for people. Lone surrogates, which JSON allows
+    and UTF-8 does not, become question marks."""
     return cut(text, 200).encode(errors="replace").decode()
 
 
-# With these, and nothing else in their line, chat templates say whose turn begins.
+# Chat templates announce whose turn begins with one of these, alone on its line.
 _ROLE = re.compile(r"\A(assistant|developer|environment|ipython|model|system|tool|user)\s*(\n|$)")
 
 
@@ -74,23 +74,25 @@ def without_markup(text: str, special_tokens: Collection[str]) -> str:
 
 
 MAX_TOKENS = 1024
-"""Of one message; decoding costs a call or two for each token."""
+"""The most tokens of one message; each token costs one or two calls to decode."""
 _INCOMPLETE = "\ufffd"
 
 
 def piece_lengths(
     token_ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]
 ) -> tuple[int, ...]:
-    """How many characters of `text`, which the tokens decode to, each of the first MAX_TOKENS adds.
+    """How many characters each of the first MAX_TOKENS tokens adds to `text`, which the tokens
+    decode to.
 
-    0 for a token that is a part of a character, whose last token has it. Empty if the tokens do not
-    add up to the text, as with a tokenizer that cleans up spaces.
+    A character made of several tokens counts for the last of them; the others get 0. Empty if the
+    tokens do not add up to the text, as with a tokenizer that cleans up spaces.
     """
     lengths: list[int] = []
     begin = end = position = 0
     before = ""
     for number in range(1, min(len(token_ids), MAX_TOKENS) + 1):
-        # From a token before, since some tokenizers drop the space at the beginning of a text.
+        # Begin at an earlier token, since some tokenizers drop the space at the beginning of a
+        # text.
         window = decode(token_ids[begin:number])
         piece = window[len(before) :]
         if not piece or window.endswith(_INCOMPLETE):
@@ -112,8 +114,8 @@ POLICY, ENVIRONMENT = "assistant", "environment"
 class Message(Struct, frozen=True, omit_defaults=True):
     """Consecutive tokens of one origin: `role` is `assistant` or `environment`.
 
-    Of what the policy wrote, where the importance weights are known, `weights` are those of its
-    first tokens, and `token_lengths` how many characters of `content` each of these is.
+    If the importance weights of a message of the policy are known, `weights` are those of its first
+    tokens, and `token_lengths` says how many characters of `content` each of these tokens has.
     """
 
     role: str
@@ -123,7 +125,7 @@ class Message(Struct, frozen=True, omit_defaults=True):
 
 
 class ImportanceWeights(Struct, frozen=True):
-    """Of a trajectory's response tokens, as the loss has used them."""
+    """Importance weights over a trajectory's response tokens, as the loss used them."""
 
     mean: float
     min: float
@@ -133,8 +135,8 @@ class ImportanceWeights(Struct, frozen=True):
 class Sample(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of `samples.jsonl` or of a validation's file.
 
-    `step` is the step that trained it, or the version that was validated. `version` is the oldest
-    one that sampled a token, `newest_version` the newest. `sibling` is its place in its group.
+    `step` is the step that trained it, or the validated version. `version` is the oldest version
+    that sampled a token, `newest_version` the newest. `sibling` is its place in its group.
     """
 
     step: int
@@ -152,21 +154,22 @@ class Sample(Struct, frozen=True, kw_only=True, omit_defaults=True):
     importance_weights: ImportanceWeights | None = None
     data_source: str = ""
     answer: str = ""
-    """The one that was expected, where it is known."""
+    """The expected answer, if known."""
     extracted: str | None = None
-    """What a reward has read in the response; "" if it found nothing, None if none looks for it."""
+    """The answer that a reward found in the response; "" if it found none, None if no reward looks
+    for one."""
     rewards: dict[str, float] = {}
-    """Each one's value, by its name."""
+    """The value of each reward, by name."""
     special_tokens: tuple[str, ...] = ()
-    """The tokenizer's, of those that occur."""
+    """The tokenizer's special tokens that occur in the texts."""
 
     @property
     def response(self) -> str:
         return "\n".join(m.content for m in self.messages if m.role == POLICY)
 
     def without_markup(self) -> "Sample":
-        """With texts that the chat template's tokens are not in, and without what is known of
-        single tokens."""
+        """The sample without the chat template's tokens in its texts, and without data about single
+        tokens."""
         if not self.special_tokens:
             return self
         messages = (
@@ -178,7 +181,7 @@ class Sample(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A tokenizer's; `special_tokens` are the texts of those that mark turns."""
+    """Decodes by a tokenizer; `special_tokens` are the texts of its special tokens."""
 
     decode: Decode
     special_tokens: tuple[str, ...] = ()
@@ -206,7 +209,7 @@ def sample_of(
         prompt=text,
         messages=messages,
         extracted=trajectory.extracted,
-        # Without what they measured beside.
+        # Without the rewards' further metrics.
         rewards={
             name.removeprefix("reward/"): value
             for name, value in trajectory.metrics.items()
@@ -250,7 +253,7 @@ def _spans(trajectory: Trajectory) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def open_decoder(model: ModelSettings) -> Decoder:
-    """That of the model's tokenizer.
+    """Make the decoder of the model's tokenizer.
 
     Raises:
         OSError, ValueError: the model has none.

@@ -2,8 +2,9 @@
 
 A new tracker is a class with the methods of `streamrl.interfaces.Tracker` and a line in
 `open_trackers`. A tracker other than `metrics.jsonl` that fails is switched off and logged; the run
-continues. So does one that hangs: all but `metrics.jsonl` are called in a thread of their own, one
-after the other, and nobody waits for it but `close`. A table that fails costs itself alone.
+continues. A tracker that hangs does not stop the run either: all except `metrics.jsonl` are called
+one after the other in a separate thread, and only `close` waits for it. If a table fails, only that
+table is lost.
 """
 
 import logging
@@ -25,7 +26,7 @@ from streamrl.tracking.jsonl import METRICS_FILE, JsonlTracker
 
 CLOSE_S = 60.0
 MAX_WAITING = 1000
-"""Calls that wait for a tracker; one that takes none of them loses what follows."""
+"""Calls that may wait for the trackers; while so many wait, further calls are lost."""
 
 log = logging.getLogger(__name__)
 _progress = logging.getLogger("streamrl.progress")
@@ -41,7 +42,7 @@ _SHOWN = {
 
 
 class ConsoleTracker(Tracker):
-    """One line a step in the learner's log; samples have files of their own."""
+    """Logs one line per step in the learner's log; samples have their own files."""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         shown = [f"{k} {metrics[name]:.3g}" for k, name in _SHOWN.items() if name in metrics]
@@ -65,10 +66,11 @@ def open_trackers(
     more: Sequence[Tracker] = (),
     survives: Callable[[], bool] = lambda: True,
 ) -> "Trackers":
-    """Those that `tracking` asks for, and `more`; `survives` as in `JsonlTracker`.
+    """Open the trackers that `tracking` asks for, and add `more`; `survives` is as in
+    `JsonlTracker`.
 
-    `metrics.jsonl` loses its lines of `first_step` and later: they are of steps after the
-    checkpoint from which the run resumes.
+    `metrics.jsonl` loses its lines of `first_step` and later: these steps come after the checkpoint
+    from which the run resumes.
 
     Raises:
         ConfigError: a package that was asked for is not installed.
@@ -98,20 +100,21 @@ class Trackers:
             self._thread.start()
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        # It keeps what it cannot write, and `flush` says so.
+        # The file tracker keeps what it cannot write; `flush` raises then.
         self._file.log(metrics, step)
         self._call(lambda t: t.log(metrics, step))
 
     def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
-        """`metrics.jsonl` has them in the line of the next step."""
+        """Log a validation to all others; `metrics.jsonl` gets it in the line of the next step."""
         self._call(lambda t: t.log_validation(metrics, policy_version))
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """To those that show tables."""
+        """Log samples of a step to the trackers that show tables."""
         self._call_for_table(lambda t: t.log_samples(samples, step))
 
     def log_validation_samples(self, run: Path, policy_version: int) -> None:
-        """To those that show tables; the responses are read in their thread."""
+        """Log responses of validations to the trackers that show tables; their thread reads the
+        files."""
         read = cache(lambda: [to_builtins(one) for one in side_by_side(run, num_versions=10)])
 
         def show(tracker: Tracker) -> None:
@@ -121,12 +124,12 @@ class Trackers:
         self._call_for_table(show)
 
     def flush(self) -> None:
-        """Wait until every line of `metrics.jsonl` is on disk. Raises OSError if it is full, for
-        example."""
+        """Wait until every line of `metrics.jsonl` is on disk. Raises OSError, for example if the
+        disk is full."""
         self._file.flush()
 
     def close(self, wait_s: float = CLOSE_S) -> None:
-        """Waits until all trackers have what they were given, `wait_s` at most."""
+        """Close the trackers. Wait until all have taken what they were given, at most `wait_s`."""
         with suppress(OSError):
             self._file.close()
         if not self._thread.is_alive():
@@ -150,7 +153,8 @@ class Trackers:
         self._call(spared)
 
     def _call(self, call: Callable[[Tracker], object] | None) -> None:
-        """Of each tracker, in the thread; left out where the thread hangs or no tracker is left."""
+        """Queue a call of every tracker for the thread; drop it if the queue is full or no tracker
+        is left."""
         if not self._thread.is_alive():
             return
         try:
@@ -159,7 +163,8 @@ class Trackers:
             log.debug("%s has not taken what it was given %d calls ago", self._called, MAX_WAITING)
 
     def _run(self) -> None:
-        """Until `close`, or until no tracker is left; waits for a call."""
+        """Make the queued calls until `close`, or until no tracker is left; waits for the next
+        call."""
         while self._others and (call := self._calls.get()) is not None:
             for tracker in self._others:
                 self._called = type(tracker).__name__

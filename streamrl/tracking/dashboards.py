@@ -1,9 +1,9 @@
-"""TensorBoard, Weights & Biases and Trackio, each with an extra of its own, and samples as the rows
-of their tables.
+"""Trackers for TensorBoard, Weights & Biases and Trackio (each its own extra), which show samples
+as rows of tables.
 
 `TRAINED` are the columns of what a step has trained on, `HELD_OUT` those of a validation's table,
-in which the responses of all versions to one prompt follow each other. A reward has a column of its
-own, by its name, where there are several. Texts are without the markup of the chat template.
+where the responses of all versions to one prompt follow each other. If there are several rewards,
+each has its own column, by name. Texts lack the markup of the chat template.
 """
 
 import logging
@@ -44,7 +44,7 @@ _LONGEST = 2000
 
 
 def columns_of(columns: Sequence[str], samples: Samples) -> list[str]:
-    """These, and behind `reward` one for each of several rewards that the samples have."""
+    """The columns, with one after `reward` for each reward of the samples if there are several."""
     names = dict.fromkeys(name for sample in samples for name in sample.get("rewards", ()))
     place = columns.index("reward") + 1
     own = [f"{_REWARD}{name}" for name in names] if len(names) > 1 else []
@@ -52,12 +52,12 @@ def columns_of(columns: Sequence[str], samples: Samples) -> list[str]:
 
 
 def rows(columns: Sequence[str], samples: Samples) -> list[list[Any]]:
-    """One for each sample; long texts are cut in their middle."""
+    """One row for each sample; long texts are cut in the middle."""
     return [[_cell(sample, column) for column in columns] for sample in samples]
 
 
 def markdown_table(columns: Sequence[str], samples: Samples) -> str:
-    """In Markdown, which has HTML in it: what the model wrote is escaped."""
+    """A table in Markdown, which may contain HTML, so what the model wrote is escaped."""
     shown = columns_of(columns, samples)
     lines = [shown, ["---"] * len(shown), *rows(shown, samples)]
     return "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in lines)
@@ -80,10 +80,10 @@ def _escaped(value: Any) -> str:
 
 
 class TableTracker(Tracker):
-    """One that shows samples as tables."""
+    """A tracker that shows samples as tables."""
 
     def log_table(self, name: str, columns: Sequence[str], samples: Samples, step: int) -> None:
-        """Rows of this step or version, with these columns."""
+        """Show the samples of a step or version as a table with these columns."""
         raise NotImplementedError
 
     def log_samples(self, samples: Samples, step: int) -> None:
@@ -113,7 +113,7 @@ class TensorboardTracker(TableTracker):
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         for name, value in grouped(metrics).items():
-            # At its version, by `log_validation`.
+            # `log_validation` has added it at its version.
             is_repeated = name.startswith("validation/") and step != metrics.get(VERSION)
             if isinstance(value, int | float) and not is_repeated:
                 self._writer.add_scalar(name, value, step)
@@ -136,7 +136,7 @@ class WandbTracker(TableTracker):
     """One W&B run per run folder, so a resumed run continues in the same charts.
 
     At the end uploads may take WANDB_FINISH_TIMEOUT seconds, by default FINISH_S; the rest stays in
-    the run folder, for `wandb sync`, as does all that a run resumes to while W&B does not answer.
+    the run folder for `wandb sync`. So does everything if W&B does not answer when a run resumes.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -165,7 +165,7 @@ class WandbTracker(TableTracker):
             if known is None or is_answer or not isinstance(error, wandb.errors.CommError):
                 raise ConfigError(f"tracking.wandb: was {mode!r}, and W&B says: {error}") from error
             log.warning("W&B gets nothing before `wandb sync --append`: %s", error)
-            # Its process holds the id of a run that it could not begin.
+            # W&B's process holds the id of a run that it could not begin.
             wandb.teardown()
             self._run = init(mode="offline")
         if known is None:
@@ -176,11 +176,11 @@ class WandbTracker(TableTracker):
         self._run.log(grouped(metrics), step=step)
 
     def log_validation(self, metrics: Mapping[str, Any], policy_version: int) -> None:
-        """With the next step's metrics, over the version as their x-axis."""
+        """Send with the next step's metrics; the x-axis is the version."""
         self._run.log(dict(metrics), commit=False)
 
     def log_table(self, name: str, columns: Sequence[str], samples: Samples, step: int) -> None:
-        """With the next step's metrics."""
+        """Send the table with the next step's metrics."""
         from wandb import Table
 
         shown = columns_of(columns, samples)
@@ -195,8 +195,8 @@ class TrackioTracker(TableTracker):
     """One Trackio run per run folder, in Trackio's own folder (TRACKIO_DIR); nothing is sent
     elsewhere, unless Trackio's own variables name a Space or a server.
 
-    Trackio removes nothing, so the steps that a resumed run makes again keep what was logged first,
-    as at W&B. `run.path`/trackio-step has the last one.
+    Trackio removes nothing, so a step that a resumed run repeats keeps what was logged first, as
+    with W&B. `run.path`/trackio-step contains the last logged step.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -214,7 +214,7 @@ class TrackioTracker(TableTracker):
                 name=config.run.name,
                 config=config.shown(),
                 resume="allow" if is_known else "never",
-                # Each would start threads or a server of its own.
+                # Each of these would start threads or a server.
                 embed=False,
                 auto_log_cpu=False,
                 auto_log_gpu=False,
@@ -225,7 +225,7 @@ class TrackioTracker(TableTracker):
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         if step <= self._step:
             return
-        # Those of a validation are logged at its version.
+        # `log_validation` logs validation metrics at their version.
         own = {k: v for k, v in grouped(metrics).items() if not k.startswith("validation/")}
         self._run.log(own, step=step)
         write_file(self._file, str(step))

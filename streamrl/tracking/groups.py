@@ -1,8 +1,8 @@
-"""Groups of metrics and the charts of each: the same on the page of a run, in TensorBoard and W&B.
+"""Groups of metrics and their charts: the same on a run's page, in TensorBoard and in W&B.
 
-A metric belongs to the group that its name begins with, which is also a section of W&B and of
-TensorBoard's scalars, and part of its name in Prometheus. The charts are those of the page and of
-TensorBoard's custom scalars.
+A metric belongs to the group that its name begins with. The group is also a section in W&B and in
+TensorBoard's scalars, and part of the metric's name in Prometheus. The page and TensorBoard's
+custom scalars show the charts.
 """
 
 import csv
@@ -16,8 +16,8 @@ Kind: TypeAlias = Literal["lines", "shares", "sums"]
 
 
 class Chart(NamedTuple):
-    """`metrics` are regular expressions of whole names; the label of a metric is the part of its
-    name that a group in parentheses matches, or the whole name."""
+    """`metrics` are regular expressions for whole names; a metric's label is what the parenthesized
+    group matches, or the whole name."""
 
     title: str
     metrics: tuple[str, ...]
@@ -26,7 +26,7 @@ class Chart(NamedTuple):
 
 
 class MetricGroup(NamedTuple):
-    """Of all metrics whose names begin with `name/`; those in no chart come after the charts."""
+    """All metrics whose names begin with `name/`; those in no chart come after the charts."""
 
     name: str
     title: str
@@ -34,7 +34,7 @@ class MetricGroup(NamedTuple):
 
 
 def _read() -> dict[str, MetricGroup]:
-    """The groups of charts.csv, by their names; `metrics` of a chart are parted by blanks."""
+    """The groups of charts.csv by name; in the file a chart's `metrics` are separated by spaces."""
     text = (resources.files("streamrl.tracking") / "charts.csv").read_text(encoding="utf-8")
     groups: dict[str, MetricGroup] = {}
     for row in csv.DictReader(text.splitlines()):
@@ -52,12 +52,13 @@ GROUPS = tuple(_READ.values())
 
 
 def grouped(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that belong to a group: all but the time of the line."""
+    """The metrics that belong to a group, which are all except the line's time."""
     return {name: value for name, value in metrics.items() if "/" in name}
 
 
 def groups_of(names: Iterable[str]) -> Iterator[MetricGroup]:
-    """Those that have one of these metrics, in their order; those of the user's own come last."""
+    """The groups that have one of these metrics, in order; groups that the user's own metrics form
+    come last."""
     known = {group.name: group for group in GROUPS}
     found = dict.fromkeys(name.partition("/")[0] for name in names if "/" in name)
     yield from (group for name, group in known.items() if name in found)
@@ -65,7 +66,7 @@ def groups_of(names: Iterable[str]) -> Iterator[MetricGroup]:
 
 
 def label_of(chart: Chart, name: str) -> str | None:
-    """The label of a metric in the chart; None if it is not in it."""
+    """The label of a metric in the chart; None if the chart does not contain it."""
     for pattern in chart.metrics:
         if found := re.fullmatch(pattern, name):
             return next(iter(found.groups()), name)

@@ -1,9 +1,9 @@
-"""`metrics.jsonl`: one JSON object a step, written whole, in order, each step once.
+"""`metrics.jsonl`: one JSON object per step, written whole and in order.
 
-`trained.jsonl` is written the same way: the prompts that each step trained; `validation.jsonl` has
-a line for each validation. While the disk is full lines wait in memory, in their order. Invariant:
-the file ends with a whole line, unless its writer was killed while it wrote one; readers leave out
-a line that was cut off, and the next writer removes it.
+`trained.jsonl` (the prompts that each step trained) and `validation.jsonl` (a line for each
+validation) are written the same way. While the disk is full, lines wait in memory. Invariant: the
+file ends with a whole line, unless its writer was killed while writing; readers skip a cut-off
+line, and the next writer removes it.
 """
 
 import json
@@ -26,8 +26,8 @@ TRAINED_FILE = "trained.jsonl"
 
 
 class JsonlTracker:
-    """Appends to the file, after it has removed the lines of `first_step` and later; no more once
-    the run no longer `survives` as this learner's."""
+    """Removes the lines of `first_step` and later from the file, then appends to it, until
+    `survives` returns false because the run is no longer this learner's."""
 
     def __init__(
         self, path: Path, *, first_step: int, survives: Callable[[], bool] = lambda: True
@@ -41,7 +41,7 @@ class JsonlTracker:
         self._is_torn = False
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Append a line; if it cannot be written it is written before the next one."""
+        """Append a line. If it cannot be written now, it is written before the next one."""
         line = json.dumps({"step": step, **{name: _plain(v) for name, v in metrics.items()}})
         was_pending = bool(self._pending)
         self._pending += line.encode() + b"\n"
@@ -52,13 +52,13 @@ class JsonlTracker:
                 log.warning("%s waits in memory: %s", self._path, error)
 
     def flush(self) -> None:
-        """Wait until every line is on disk, as a checkpoint does. Raises OSError if it is full, for
-        example; what could not be written stays in memory."""
+        """Wait until every line is on disk, as a checkpoint does. Raises OSError, for example if
+        the disk is full; what could not be written stays in memory."""
         self._write()
         try:
             os.fsync(self._file.fileno())
         except OSError:
-            # A network file system that is full has dropped them.
+            # A full network file system has dropped the unsynced lines.
             self._pending, self._is_torn = bytes(self._unsynced), True
             self._unsynced.clear()
             raise
@@ -72,8 +72,8 @@ class JsonlTracker:
             self._file.close()
 
     def _write(self) -> None:
-        """All that is pending, or nothing of it: a full disk may take a part of a line. Nothing in
-        the file of another learner, whose lines a cut would remove."""
+        """Write everything pending or nothing: a full disk may take only part of a line. Once
+        another learner owns the file, write and cut nothing, since a cut would remove its lines."""
         if not self._pending or not self._survives():
             self._pending, self._is_torn = b"", False
             return
@@ -97,10 +97,10 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path, names: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last line that was cut off is left out.
+    """The lines of a `metrics.jsonl`; a damaged line is left out.
 
-    With `names` only these and the step are kept of all lines but the last, since a long run has
-    more than fits into memory.
+    With `names`, all lines except the last keep only these metrics and the step, since all metrics
+    of a long run may not fit into memory.
     """
     lines: list[dict[str, Any]] = []
     for line in read_lines(path):
@@ -111,7 +111,7 @@ def read_metrics(path: Path, names: Collection[str] | None = None) -> list[dict[
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The same one after the other; a damaged line is left out."""
+    """Yield the lines of such a file one by one; a damaged line is left out."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         for text in file:
             if (line := parsed_line(text)) is not None:
@@ -124,7 +124,7 @@ def read_last(path: Path) -> dict[str, Any]:
 
 
 def read_newest(path: Path, num_lines: int) -> list[dict[str, Any]]:
-    """The last whole lines, at most so many, oldest first; reads only the end of the file."""
+    """The last `num_lines` whole lines or fewer, oldest first; reads only the end of the file."""
     return list(islice(_newest_first(path), num_lines))[::-1]
 
 
@@ -138,7 +138,8 @@ def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity. Eight decimals, and of a small number eight digits."""
+    """A value for JSON, which has no NaN and no infinity: eight decimals, or eight digits below
+    1."""
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):
@@ -148,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 VALIDATION_FILE = "validation.jsonl"
 VERSION = "validation/policy_version"
-"""The metric that says which version the others of `validation/` are of."""
+"""The metric that says which version the other `validation/` metrics belong to."""
 
 
 class Best(NamedTuple):
@@ -172,8 +173,8 @@ def best_of(
     *,
     min_improvement: float = 0.0,
 ) -> Best | None:
-    """Of those that have the metric; a later one is better if it exceeds the best before by more
-    than `min_improvement`. None if none has it."""
+    """The best of the validations that have the metric; None if none has it. A later one is better
+    if it beats the previous best by more than `min_improvement`."""
     sign = 1 if best_is == "highest" else -1
     best: Best | None = None
     for version in sorted(validated):
@@ -192,10 +193,12 @@ _MOST_OLDER = 1000
 
 
 class FollowedMetrics:
-    """A `metrics.jsonl` that grows: the newest lines whole, of the others their rewards.
+    """Follows a growing `metrics.jsonl`; keeps the newest lines whole, and only the rewards of
+    older ones.
 
-    Invariant: a reading costs what was written since the last one, and what is kept is bounded:
-    once there are too many of the older lines, every second one is left out, from then on as well.
+    Invariant: a call of `read` reads only what was written since the last one, and what is kept is
+    bounded: when there are too many older lines, every second one is dropped, and so are later ones
+    at that rate.
     """
 
     def __init__(self, path: Path) -> None:
@@ -221,7 +224,7 @@ class FollowedMetrics:
         return [*self._older, *self._newest]
 
     def _begin_anew(self, inode: int) -> None:
-        """After a learner has resumed, and cut off the steps that it makes again."""
+        """Start over, since a resumed learner has cut off the steps that it repeats."""
         self._inode = inode
         self._offset = self._num_lines = 0
         self._every = 1
@@ -229,7 +232,7 @@ class FollowedMetrics:
         self._newest: deque[dict[str, Any]] = deque()
 
     def _append(self, text: bytes) -> None:
-        """A damaged line is left out; a number that JSON has none of does not damage it."""
+        """Add a line. A damaged one is left out; NaN and infinity do not count as damage."""
         try:
             line = json.loads(text)
         except ValueError:

@@ -1,17 +1,17 @@
-"""The newest readings of a daemon, what prometheus-client makes of them, and its server.
+"""Metrics of a daemon for Prometheus: its newest readings as metric families, and the server.
 
-Invariant: one thread of the daemon writes, any thread reads: a writer replaces whole mappings and
-changes none, so a reader sees the old one or the new one and nobody waits.
+Invariant: one thread of the daemon writes, any thread reads. The writer replaces whole mappings and
+changes none, so a reader sees the old or the new one, and neither waits.
 
-The names of metrics.jsonl become those of Prometheus by families.csv, and all others by a rule:
-names begin with `streamrl_`, units are seconds, bytes and ratios, and counters end with `_total`:
-`learner/grad_norm` is `streamrl_learner_grad_norm`. What a generator says of itself is `self/...`;
-what the buffer knows of it `generator/ID/...`.
+families.csv maps names of metrics.jsonl to names of Prometheus; all others follow a rule: names
+begin with `streamrl_`, units are seconds, bytes and ratios, and counters end with `_total`:
+`learner/grad_norm` is `streamrl_learner_grad_norm`. What a generator reports about itself is
+`self/...`; what the buffer knows about it is `generator/ID/...`.
 
-Prometheus finds a daemon by a file of service discovery beside the run folders,
-runs/.prometheus/NAME@ID.json. A launch removes those of its run, a daemon that ends as it should
-its own; that of one that was killed stays, so that Prometheus shows that it is gone.
-prometheus-client is imported only where it is asked for.
+Prometheus finds a daemon by a service discovery file beside the run folders,
+runs/.prometheus/NAME@ID.json. A launch removes the files of its run, and a daemon that ends
+normally removes its own. The file of a killed daemon stays, so Prometheus shows that it is down.
+prometheus-client is imported only if it is used.
 """
 
 import csv
@@ -68,11 +68,12 @@ _NUM_GROUPS = [f"buffer/staleness_{bucket}/num_groups" for bucket in STALENESS_B
 
 
 Kind: TypeAlias = Literal["gauge", "counter", "sum", "histogram"]
-"""`counter`: a running total already; `sum`: of a step, added up; `histogram`: so by bucket."""
+"""`counter`: already a running total; `sum`: a value per step, added up here; `histogram`: the
+same, by bucket."""
 
 
 class Family(NamedTuple):
-    """What a metric is to Prometheus; `name` lacks the prefix and, of a counter, `_total`."""
+    """A metric as Prometheus knows it; `name` lacks the prefix and a counter's `_total`."""
 
     name: str
     kind: Kind
@@ -82,8 +83,8 @@ class Family(NamedTuple):
 
 _TEXT = (resources.files("streamrl.tracking") / "families.csv").read_text(encoding="utf-8")
 ROWS = tuple(csv.DictReader(_TEXT.splitlines()))
-"""A row's pattern matches a metric's whole name; its named groups are labels, `{}` in the family is
-its one group without a name."""
+"""A row's pattern matches a metric's whole name. Its named groups are labels; its unnamed group
+replaces `{}` in the family."""
 _PATTERNS = tuple((re.compile(row["pattern"]), row) for row in ROWS)
 _UNITS = (
     ("_per_s", "_per_second"),
@@ -95,7 +96,7 @@ _UNITS = (
 
 @lru_cache(maxsize=2**14)
 def family_of(metric: str) -> Family:
-    """Of a metric of metrics.jsonl, or of a reading of this module."""
+    """The family of a metric of metrics.jsonl, or of a reading of this module."""
     for pattern, row in _PATTERNS:
         if found := pattern.fullmatch(metric):
             named = pattern.groupindex.values()
@@ -117,9 +118,9 @@ def _name(words: str) -> str:
 
 
 class Exported(Tracker):
-    """What one daemon exports. `is_on` says whether anybody can read it.
+    """What one daemon exports. `is_on` says whether there is an endpoint to read it.
 
-    Families whose name begins with one of `left_out` are another daemon's.
+    Families whose names begin with one of `left_out` are left to another daemon.
     """
 
     def __init__(self, *, is_on: bool, left_out: Sequence[str] = ()) -> None:
@@ -129,15 +130,15 @@ class Exported(Tracker):
         self._sums: Mapping[str, float] = {}
 
     def show(self, source: str, metrics: Callable[[], Mapping[str, Any]]) -> None:
-        """A reading of this source replaces the one before; `metrics` is called if it is on."""
+        """Replace the last reading of this source; `metrics` is called only if `is_on`."""
         if self.is_on:
             self._newest = {**self._newest, source: _numbers(metrics())}
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """The line of a step; those of its metrics that count something are added up."""
+        """Take the line of a step; metrics that count something are added up."""
         if not self.is_on:
             return
-        # The status of the learner is as new, and newer between two steps.
+        # The learner's status has the version, too, and has it sooner.
         line = {k: v for k, v in _numbers(metrics).items() if k != "learner/policy_version"}
         kinds = {name: family_of(name).kind for name in line}
         added = {name: line.pop(name) for name, k in kinds.items() if k in ("sum", "histogram")}
@@ -146,7 +147,7 @@ class Exported(Tracker):
         sums = {name: self._sums.get(name, 0.0) + value for name, value in added.items()}
         steps = self._sums.get("learner/num_steps", 0.0) + 1
         self._sums = {**self._sums, **sums, "learner/num_steps": steps}
-        # A validation is in the line of one step.
+        # Only one step's line contains a validation, so its values are kept.
         scores = {k: v for k, v in self._newest.get("line", {}).items() if "validation/" in k}
         self._newest = {**self._newest, "line": {**scores, **line}}
 
@@ -154,9 +155,9 @@ class Exported(Tracker):
         self.show("validation", lambda: metrics)
 
     def collect(self) -> Iterator["Metric"]:
-        """Families with their samples; what prometheus-client asks a collector for."""
+        """Yield families with their samples, as prometheus-client expects of a collector."""
         newest = {k: v for reading in self._newest.values() for k, v in reading.items()}
-        # By labels: a-b and a_b have one name here, and Prometheus takes one value of each series.
+        # By labels: a-b and a_b get one name here, and Prometheus accepts one value per series.
         families: dict[str, dict[tuple[tuple[str, str], ...], tuple[Family, float]]] = {}
         for metric, value in {**newest, **self._sums}.items():
             family = family_of(metric)
@@ -167,7 +168,7 @@ class Exported(Tracker):
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are finite numbers."""
+    """The metrics that are finite numbers."""
     return {
         name: float(value)
         for name, value in metrics.items()
@@ -250,7 +251,7 @@ def of_generator(status: GeneratorStatus) -> dict[str, float]:
 
 
 def of_validator(status: ValidatorStatus, num_tokens: float) -> dict[str, float]:
-    """`num_tokens` are those that its engine has sampled."""
+    """`num_tokens` is the number of tokens that its engine has sampled."""
     return {
         "validator/is_busy": status.is_busy,
         "validator/prompts": status.num_prompts,
@@ -265,7 +266,7 @@ _GENERATORS = 10
 
 
 def port_of(settings: PrometheusSettings, daemon_id: str) -> int:
-    """The port that the setting gives to this daemon; 0 is any free one.
+    """The port that the setting gives this daemon; 0 means any free port.
 
     >>> port_of(PrometheusSettings(port=9400), "generator-3")
     9413
@@ -281,7 +282,7 @@ def port_of(settings: PrometheusSettings, daemon_id: str) -> int:
 def serve(
     settings: PrometheusSettings, daemon_id: str, registry: "CollectorRegistry"
 ) -> "WSGIServer":
-    """The server of prometheus-client at the daemon's port, or at a free one where another process
+    """Start prometheus-client's server at the daemon's port, or at a free one if another process
     has it. It answers each scrape in a thread of its own.
 
     Raises:
@@ -303,7 +304,8 @@ def serve(
 
 
 def write_target(folder: Path, host: str, port: int, labels: dict[str, str]) -> Path | None:
-    """The file for Prometheus; None where it cannot be written, which ends no daemon."""
+    """Write the service discovery file and return its path; None if it cannot be written, which is
+    no reason to end the daemon."""
     path = target_file(folder, labels["run"], labels["id"])
     reached_at = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
     try:
@@ -320,7 +322,7 @@ def write_target(folder: Path, host: str, port: int, labels: dict[str, str]) -> 
 
 @contextmanager
 def exporting(config: RunConfig, role: str, daemon_id: str) -> Iterator[Exported]:
-    """What the daemon exports is read at its endpoint until the block ends. Raises ConfigError if
+    """Serve what the daemon exports until the block ends. Raises ConfigError if
     `tracking.prometheus.host` is no address of this machine."""
     settings = config.tracking.prometheus
     left_out = ("buffer_",) if role == "learner" else ()
@@ -372,8 +374,8 @@ class _Labeled:
 
 
 class _Machine:
-    """The disk that has the run's folder, and the release. A `Gauge` would keep its value in the
-    folder that PROMETHEUS_MULTIPROC_DIR names, which servers of vLLM and SGLang read."""
+    """Collects the free space of the run folder's disk, and the release. A `Gauge` would write its
+    value to the folder named by PROMETHEUS_MULTIPROC_DIR, which servers of vLLM and SGLang read."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
