@@ -1,8 +1,8 @@
 """Rewards: built-in ones and a user's own Python file, one or several with weights.
 
 A built-in reward is a function of one of the forms of `actors.rewards.forms` and a line in
-`BUILT_IN`; if it keeps something between calls, a class and a line in `STATEFUL`. A user's own is
-named as PATH.py:NAME:
+`BUILT_IN`; one that keeps something between calls is a class and a line in `STATEFUL`. A user's own
+is named PATH.py:NAME:
 
     # rewards.py
     def score(episode):
@@ -45,10 +45,10 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "tool_calls": tool_calls,
 }
 QUICK = frozenset({"environment", "exact_match", "length", "numeric_answer"})
-"""Built-in rewards that take microseconds, unless given a `pattern`, whose search may take any
+"""Built-in rewards that take microseconds, unless they have a `pattern`, whose search may take any
 time."""
 AT_ONCE: Mapping[str, AtOnce] = {"math": builtin.math_at_once}
-"""For others, a function that decides most of their calls as quickly."""
+"""Functions that quickly decide most calls of slower rewards, by the reward's name."""
 STATEFUL: Mapping[str, str] = {
     "code": "actors.rewards.code.reward:Code",
     "http": "actors.rewards.remote.http:HttpReward",
@@ -56,8 +56,8 @@ STATEFUL: Mapping[str, str] = {
     "reward_model": "actors.rewards.reward_model:RewardModel",
     "sandbox_fusion": "actors.rewards.code.reward:SandboxFusion",
 }
-"""MODULE:CLASS by name. The class has `Settings`, a section with its arguments, is created from
-them, and has an async `score(episode)` or `score(episodes)`."""
+"""MODULE:CLASS by name. The class has a section `Settings` with its arguments, is created from one,
+and has an async `score(episode)` or `score(episodes)`."""
 ISOLATED: Mapping[str, str] = {"math": "actors.rewards.math_answer:math"}
 """MODULE:FUNCTION by name, for rewards that run in their own processes."""
 _GOLDS: Mapping[str, Callable[[Prompt], object]] = {
@@ -66,12 +66,12 @@ _GOLDS: Mapping[str, Callable[[Prompt], object]] = {
     "numeric_answer": builtin.number_to_match,
     "tool_calls": calls_to_match,
 }
-"""What each reads of a row before it scores."""
+"""What each reward reads from a row before it scores."""
 _MAX_CONCURRENT, _REMOTE_RETRIES = 64, 3
 
 
 def make_reward(data: DataSettings) -> Reward:
-    """The rewards in `data.rewards`, or the one in `data.reward` with `data.reward_kwargs`.
+    """Make the rewards in `data.rewards`, or the one in `data.reward` with `data.reward_kwargs`.
 
     Raises:
         ConfigError: one of them cannot be created.
@@ -86,7 +86,7 @@ def make_reward(data: DataSettings) -> Reward:
 
 
 def function_of(name: str, field: str = "reward") -> Callable[..., Any]:
-    """The reward function: a user's own, or one of `BUILT_IN`.
+    """Return the reward function: a user's own, or one of `BUILT_IN` or `ISOLATED`.
 
     Raises:
         ConfigError: there is none, or its package is not installed.
@@ -184,7 +184,7 @@ def _check_call(field: str, name: str, own: Callable[..., Any], kwargs: Mapping[
 def _check_built_in(
     field: str, name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Check that a built-in function takes these arguments and has all that it needs."""
+    """Check that a built-in function accepts these arguments and gets all that it requires."""
     check_kwargs(field, name, function, kwargs, num_given=1)
     for key, parameter in inspect.signature(function).parameters.items():
         given = kwargs.get(key)
@@ -229,7 +229,7 @@ def _arguments(
 
 
 def check_row(settings: RewardSettings, prompt: Prompt, kwargs_field: str) -> None:
-    """Check a row as the reward itself does before it scores.
+    """Check a row as the reward does before it scores.
 
     Args:
         kwargs_field: the setting that holds its arguments.

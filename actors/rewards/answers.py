@@ -4,9 +4,9 @@ A response marks its answer by a box (`\\boxed{...}` or `\\fbox{...}`, MATH), by
 "####" (GSM8K, arXiv 2110.14168) or by an element `<answer>`; of several, the last counts. A heading
 of Markdown is no mark, and what a policy writes while it thinks is no answer.
 
-Invariant: one reader of numbers serves every reward, tool and validation. A number is exact, and
-its sign, thousands, fraction and exponent are read however they are written, or it is no number.
-A whole number before a fraction below 1 is mixed: 3\\frac{1}{2} and 3 1/2 are 7/2.
+Invariant: one reader of numbers serves every reward, tool and validation. A number is exact. Its
+sign, thousands separators, fraction and exponent are read in every notation; what cannot be read is
+no number. A whole number before a fraction below 1 is mixed: 3\\frac{1}{2} and 3 1/2 are 7/2.
 """
 
 import re
@@ -24,7 +24,7 @@ _THOUGHT = re.compile("</?think>")
 _MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!#)####(?!#)|<answer>")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _STATES = re.compile(
-    # An option or a choice with its letter alone: the correct one may be the one that is explained.
+    # "correct option" and the like need a bare letter: the text may only be explaining that option.
     r"\b(?:answer|(?:correct|right) (?:option|choice)(?=[\s*]*(?:is|:)[\s*:(]*[A-Ja-j]\b))\b[\s*]*"
     r"(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut(?:\s+rather)?\b)?[\s*]*:?|:)",
     re.IGNORECASE,
@@ -46,7 +46,7 @@ _QUOTED = re.compile(rf"[{_QUOTES}]{{1,2}}([^{_QUOTES}]+)[{_QUOTES}]{{1,2}}")
 _TAKEN_BACK = re.compile(
     r"\b(?:actually|correction|final|hmm|instead|meant?|oops|sorry|wait)\b|\bno,", re.IGNORECASE
 )
-# Behind "####"; other lines are headings, where text follows them.
+# After "####": a line that begins otherwise is a heading if text follows it.
 _SIGNS_OF_MINUS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"
 _DASHES = "\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
 _CURRENCIES = "€£¥₹₩"
@@ -58,14 +58,14 @@ _NUMBER_FIRST = re.compile(
     rf"(?!\**\d+[.)]\s+\S)\**[-{_SIGNS_OF_MINUS}{_DASHES}+${_CURRENCIES}(\\.\d]"
 )
 _MINUS = dict.fromkeys(map(ord, _SIGNS_OF_MINUS), "-")
-# Between numbers one is a range, and between spaces punctuation.
+# A dash between numbers is a range, and one before a space is punctuation.
 _DASH = re.compile(rf"(?<!\d)[{_DASHES}](?! )")
 _ONE_SIGN_FRACTIONS = {
     sign: f" {normalize('NFKC', chr(sign))}".replace("\N{FRACTION SLASH}", "/")
     for sign in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
 }
 _TYPED = _MINUS | _ONE_SIGN_FRACTIONS
-# Of the signs that people type in formulas, those that math-verify does not read.
+# Signs that people type in formulas and math-verify does not read.
 _SIGNS = str.maketrans(
     {
         "\N{DEGREE SIGN}": "^\\circ ",
@@ -79,7 +79,7 @@ _SIGNS = str.maketrans(
     }
 )
 _IN_TEXT = r"(?:\\text\{\s*)?"
-# Of what people write in formulas, by what math-verify reads.
+# Notations of people, with replacements that math-verify reads.
 _COMMANDS = (
     (re.compile(r"\\(?:degree|textdegree)(?![a-zA-Z])"), r"^\\circ "),
     # An angle, of which math-verify would take the sine of as many radians.
@@ -93,7 +93,7 @@ _COMMANDS = (
     (re.compile(r"\\binom\s*(\d|[a-zA-Z](?![a-zA-Z]))\s*(\d|[a-zA-Z])"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\langle(?![a-zA-Z])"), "("),
     (re.compile(r"\\rangle(?![a-zA-Z])"), ")"),
-    # Of a set of numbers, the inequality that they meet.
+    # For a set of numbers, the inequality that they satisfy.
     (
         re.compile(
             r"\A\s*(?:\\left)?\\\{\s*([a-zA-Z])\s*(?:\\in\s*(?:\\mathbb\{?R\}?|R)\s*)?"
@@ -110,7 +110,7 @@ _COMMANDS = (
     ),
     (re.compile(rf"\A{_IN_TEXT}all real numbers\}}?\Z", re.IGNORECASE), r"\\mathbb{R}"),
 )
-# A word behind one of several numbers: math-verify leaves out what follows it.
+# A word after one of several numbers: math-verify ignores what follows it.
 _COUNTED = re.compile(
     r"(?<=[\d}])\s*\\(?:text|mathrm|mbox)\{[\s~]*(?P<word>[a-zA-Z]{1,15})[\s.]*"
     r"(?:(?P<further>and|or)\s*\}|\}(?:\^\{?[23]\}?)?(?=\s*[,;]|\s*\\text\{\s*(?:and|or)\s))"
@@ -123,23 +123,23 @@ _SYSTEM = re.compile(
 )
 # Also as ]0; 1[, which is open.
 _INTERVAL = re.compile(r"([\[\](])([^\[\](),;]{1,60})[,;]([^\[\](),;]{1,60})([\[\])])")
-# What stands between thousands, beside a comma: a space of the keyboard may stand between numbers.
+# Thousands separators other than commas; no plain space, which may separate two numbers.
 _THIN = r"\\[,;: ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{_THIN})(?=\d{{3}}(?!\d))")
 # Of MATH: 11,\! 111.
 _CLOSER = re.compile(r"(?<=,)\\!\s*(?=\d)|\\!")
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
-# Digits behind one are a factor.
+# A fraction with digits right after it is a factor of them.
 _FRACTION = re.compile(rf"\\[dtc]?frac{_PART}{_PART}(?!\d)")
 _REPEATING = re.compile(
     r"(?<![\d,])(\d{0,99})\.(\d{0,99})\\(?:overline|bar)\s*(?:\{\s*(\d{1,99})\s*\}|(\d))"
 )
 _POWER = re.compile(
-    # From the first of many spaces on: each of them would look through all behind it.
+    # Begin at the first of many spaces: otherwise each of them would scan all that follow.
     rf"(?<!\s)\s*(?:\\times|\\cdot|[{_TIMES}*])\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d+))"
 )
-# Thousands, or lakhs and crores; else a comma stands between numbers.
+# Thousands, or lakhs and crores; any other comma separates numbers.
 _COMMAS = r"\d{1,3}(?:,\d{3})+(?!,?\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!,?\d)"
 _WHOLE = rf"{_COMMAS}|\d+"
 _DIGITS = rf"(?:{_WHOLE})(?:\.\d+)?|\.\d+"
@@ -164,12 +164,12 @@ _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])\s*|\\[,;:]")
 _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _GAP = r"(?:\\(?:[ ,;:]|q?quad(?![a-zA-Z]))|[~\s]|\*\*(?=\s))"
 _CHOICE = re.compile(
-    # A small letter behind a full stop may be of a name: C. elegans.
+    # A lower-case letter after a full stop may belong to a name: C. elegans.
     rf"\s*(?:\(([A-J])\)(?:{_GAP}+|(?=[\d\\$]))|([A-J])\){_GAP}+|([A-H]):{_GAP}+"
     rf"|([A-H])\.{_GAP}+(?![a-z]))"
     r"(?P<said>\S.{0,199})"
 )
-# A formula, a letter that is taken back, or several letters: No change is none of them.
+# A formula, a letter that is taken back, or several letters; "No change" is none of these.
 _NO_CHOICE = re.compile(
     r"\s*(?:[*+/=<>^_&|,;:.!?')\]]|-\s|(?!No(?:\Z| (?!(?:it|rather|the) )[a-z]{2}))"
     r"(?i:and|but|incorrect|is|no|nor|not|or|wait|was|wrong)\b"
@@ -191,21 +191,21 @@ _LEADING = re.compile(
     r"\A(?:\\(?:text)?color\s*\{[^{}]*\}|\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴"
     r"|(?:[Oo]ption|[Cc]hoice) (?=\(?[A-J]\)?\Z))\s*"
 )
-# With a word of three letters: fewer may be a product.
+# It needs a word of three letters: fewer letters may be a product of variables.
 _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
-# But for those of "a pair" and "Tom's", and of names such as "vitamin C".
+# Except the letters of "a pair" and "Tom's", and of names such as "vitamin C".
 _VARIABLE = re.compile(r"(?<![\w'\u2019-])[b-hj-rt-z](?![\w'\u2019-])")
 _UNIT = re.compile(r"\s*(?:[^\W\d_]{2,}|[mgs%])\.?")
 _GAPS = re.compile(r"\\[,;: ]|\\q?quad(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\{?\s*\\circ(?![a-zA-Z])\s*\}?")
-# Digits, and the base that they are to: a letter in front may be a name with an index.
+# Digits and their base. They begin with a digit: a letter may be a name with an index.
 _BASED = re.compile(r"\(?(\d[\dA-F]*)\)?_\{?(\d{1,2}|[a-z]{3,8})\}?")
 _BASES = (
     *("two", "three", "four", "five", "six", "seven"),
     *("eight", "nine", "ten", "eleven", "twelve"),
 )
 _LETTERS = re.compile(r"[A-H](?:(?:[,;&]|and)*[A-H])+")
-# What makes another number of the one behind it, and of the one in front of it.
+# Words that change the value of the number after them, or before them.
 _CHANGED_BEFORE = re.compile(
     r"(?:\A\s*|\b(?:is|are|be) )up to\s*[$(]*\Z|(?<!left )"
     r"\b(?:above|anything but|at (?:least|most)|below|double|exceed(?:s|ing)|over|root|than|triple"
@@ -222,7 +222,7 @@ _CHANGED_BEHIND = re.compile(
 )
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"\s*({'|'.join(_ZEROS)})\b", re.IGNORECASE)
-# Behind a scale: three hundred and twelve.
+# After a scale: three hundred and twelve.
 _FURTHER = re.compile(
     r"(?: and)? (?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen"
     rf"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|{'|'.join(_ZEROS)})\b",
@@ -233,15 +233,15 @@ _FUNCTIONS = frozenset(
     {"cos", "cot", "csc", "exp", "inf", "infinity", "lg", "ln", "log", "pi", "sec", "sin"}
     | {"sqrt", "tan"}
 )
-# Words that change the number near them.
+# Words that change a number near them.
 _CHANGING = frozenset({*_ZEROS, "bn", "dozen", "minus", "mn", "negative", "not"})
-# Of an exponent: further digits would be written out.
+# Larger exponents would write out too many digits.
 _MAX_EXPONENT = 1000
 
 
 def answer_of(episode: Episode) -> str:
-    """Its last turn without what was thought in it. Thoughts that special tokens mark, as gpt-oss
-    has them, are not in the text of a turn; they are known by its message."""
+    """The episode's last turn without its thoughts. Thoughts marked by special tokens, as with
+    gpt-oss, are not in the text of a turn, so the message tells them apart."""
     turn, last = episode.turn, episode.messages[-1] if episode.messages else {}
     if last.get("reasoning_content") and not _THOUGHT.search(turn):
         return str(last.get("content") or "")
@@ -249,13 +249,13 @@ def answer_of(episode: Episode) -> str:
 
 
 def answer_part(turn: str) -> str:
-    """A turn without what was thought in it: nothing, where the thought has no end."""
+    """A turn without its thoughts; "" after an unfinished thought unless text precedes it."""
     _, ending, behind = turn.rpartition("</think>")
     return behind if ending else turn.partition("<think>")[0]
 
 
 def marked_answer(text: str) -> str | None:
-    """What the last mark of a text says, None without a mark. A box inside an <answer> counts.
+    """The answer at the last mark of a text; None without a mark. A box inside an <answer> counts.
 
     >>> marked_answer("<answer>so \\\\boxed{\\\\frac{1}{2}}</answer>")
     '\\\\frac{1}{2}'
@@ -264,7 +264,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def _marked(text: str) -> Iterator[str | None]:
-    """From the last mark on; None of one that has no end."""
+    """Yield the marked answers, last first; None for a box without an end."""
     ends: dict[int, int] = {}
     begin = len(text)
     for mark in reversed(list(_MARKS.finditer(text))):
@@ -277,7 +277,7 @@ def _marked(text: str) -> Iterator[str | None]:
             inside, _, _ = behind.partition("</answer>")
             yield bare(inside)
         else:
-            # Of most texts the last box has an end.
+            # In most texts the last box has an end, so earlier braces are matched only if needed.
             if begin:
                 begin = mark.start() if begin == len(text) else 0
                 ends = _ends_of_braces(text, begin)
@@ -286,7 +286,7 @@ def _marked(text: str) -> Iterator[str | None]:
 
 
 def stated_answer(text: str) -> str | None:
-    """What stands behind its last "answer is" or "answer:" in a line, None without one.
+    """What follows the last "answer is" or "answer:" on its line; None without one.
 
     >>> stated_answer("A is too short. The answer is **(B)**.")
     '(B)'
@@ -304,13 +304,13 @@ def stated_answer(text: str) -> str | None:
 
 
 def unmarked_answer(text: str) -> str:
-    """What a text without a mark answers: what it states, else all of it."""
+    """The answer of a text without a mark: what it states, else all of it."""
     return stated_answer(text) or bare(text)
 
 
 def shown_answer(text: str) -> str:
-    """Of a text without a mark, for people and for votes: a word or letter that it states, else
-    its number, else what it states."""
+    """The answer of a text without a mark, for people and for votes: a word or letter that it
+    states, else its number, else whatever it states."""
     number, stated = answered_number(text), stated_answer(text) or ""
     is_word = words(stated) or re.fullmatch("[a-zA-Z]", written(stated))
     return stated if is_word or number is None else shown_number(number)
@@ -333,7 +333,8 @@ def bare(answer: str) -> str:
 
 
 def _ends_of_braces(text: str, start: int) -> dict[int, int]:
-    """Where what begins behind each brace ends, by where it begins, of those from `start` on."""
+    """For each opening brace from `start` on: where its content ends, by where the content
+    begins."""
     begun: list[int] = []
     ends = {}
     for found in _BRACES.finditer(text, start):
@@ -345,8 +346,8 @@ def _ends_of_braces(text: str, start: int) -> dict[int, int]:
 
 
 def plain(text: str) -> str:
-    """Numbers as they are usually typed: without what LaTeX puts between thousands and around the
-    sign of a currency, and with the minus of a keyboard.
+    """Numbers as people type them: without LaTeX between thousands and around currency signs, and
+    with the keyboard's minus.
 
     >>> plain("-\\\\$32,\\\\!348"), plain("12{,}345"), plain("5 \\\\times 10^{-3}")
     ('-$32,348', '12,345', '5e-3')
@@ -357,14 +358,14 @@ def plain(text: str) -> str:
 
 
 def _typed_repeating(found: re.Match[str]) -> str:
-    """As a fraction."""
+    """A repeating decimal as a fraction."""
     once, again = found[1] + found[2], found[3] or found[4]
     above = int(once + again) - int(once or "0")
     return f"{above}/{10 ** len(found[2]) * (10 ** len(again) - 1)}"
 
 
 def _typed_fraction(found: re.Match[str]) -> str:
-    """Apart from the whole number before it, its minus in front."""
+    """A fraction as typed: a space before it if a digit precedes it, and its minus in front."""
     above, below = found[1] or found[2], found[3] or found[4]
     space = " " if found.string[: found.start()][-1:].isdigit() else ""
     sign = "-" if above.startswith("-") != below.startswith("-") else ""
@@ -372,7 +373,8 @@ def _typed_fraction(found: re.Match[str]) -> str:
 
 
 def latex(text: str) -> str:
-    """As `plain`, for a reader of formulas: it keeps fractions and powers, and loses currencies."""
+    """Like `plain`, but for a parser of formulas: it keeps fractions and powers, and drops
+    currencies."""
     text = _joined(re.sub(r"\\\$\s?", "", text)).translate(_SIGNS)
     text = _SYSTEM.sub(_equations, text)
     for command, known in _COMMANDS:
@@ -394,7 +396,7 @@ def _equations(found: re.Match[str]) -> str:
 
 def _uncounted(found: re.Match[str], words: Counter[str]) -> str:
     word = found["word"]
-    # 3 men or 5 men are numbers of one thing; of 5 men and 3 women it matters which are how many.
+    # In "3 men or 5 men" the word adds nothing; in "5 men and 3 women" it matters.
     is_of_one = words[word] > 1 and len(word) > 1
     if word.casefold() in _FUNCTIONS | _CHANGING or not (is_of_one or unit_of(word)):
         return found[0]
@@ -415,8 +417,8 @@ def _joined(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def written(text: str) -> str:
-    """A formula without what changes its look alone: sizes of brackets and fractions, text in a
-    formula, brackets around a letter, white space but between digits.
+    """A formula without what only changes its look: sizes of brackets and fractions, text commands,
+    brackets around a letter, white space except between digits.
 
     >>> written("\\\\left( 3, \\\\dfrac{x}{2} \\\\right)"), written("1 1/2"), written("(C)")
     ('(3,\\\\frac{x}{2})', '1 1/2', 'C')
@@ -428,7 +430,7 @@ def written(text: str) -> str:
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    """The letter of a choice and what it says; None of another answer, and in doubt.
+    """The letter of a choice and the text after it; None for any other answer, or in doubt.
 
     >>> choice("\\\\textbf{(A)}\\\\ 12"), choice("B. Paris"), choice("(C)"), choice("(A) or (B)")
     (('A', '12'), ('B', 'Paris'), None, None)
@@ -442,7 +444,8 @@ def choice(text: str) -> tuple[str, str] | None:
 
 
 def words(text: str) -> str:
-    """An answer that is a word, a name or a date, for comparing; "" of a formula or a number.
+    """An answer that is a word, a name or a date, in a form to compare; "" for a formula or a
+    number.
 
     >>> words("\\\\text{June  20}"), words("6:00 p.m."), words("(C)"), words("2x")
     ('june 20', '6:00 pm', '', '')
@@ -476,7 +479,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def whole_number(text: str) -> Fraction | None:
-    """The number that all of a text is, with or without the sign of a currency.
+    """The number that the whole text is, with or without a currency sign.
 
     >>> whole_number("$1,000"), whole_number("7\\\\text{ million}"), whole_number("7 cm")
     (Fraction(1000, 1), Fraction(7000000, 1), None)
@@ -491,7 +494,7 @@ def whole_number(text: str) -> Fraction | None:
 
 
 def counted(text: str) -> Fraction | None:
-    """The one number of a text that is words beside it, such as a unit.
+    """The only number of a text that otherwise consists of words, such as a unit.
 
     >>> counted("12 slices"), counted("They cost $12"), counted("12 xy"), counted("5 of 12 slices")
     (Fraction(12, 1), Fraction(12, 1), None, None)
@@ -521,19 +524,19 @@ def counted(text: str) -> Fraction | None:
 
 
 def measured(text: str) -> Quantity | None:
-    """The value and the unit of an answer, None without a unit.
+    """The value and the unit of an answer; None without a unit.
 
     >>> measured("5\\\\text{ cm}").unit == measured("5 km").unit, measured("5 apples")
     (False, None)
     """
     inner = _TEXT.sub(r"\1", text)
     plainly = _GAPS.sub(" ", _DEGREES.sub("°", plain(inner))).strip()
-    # One at the end ends a formula, and another begins it.
+    # A dollar sign at the end closes a formula, so one at the beginning opens it.
     return quantity(plainly.strip("$") if plainly.endswith("$") else plainly, is_text=inner != text)
 
 
 def digits_to_base(text: str) -> tuple[str, str] | None:
-    """Of a number that is written to a base.
+    """The digits and the base of a number that is written with a base.
 
     >>> digits_to_base("(2516)_{\\\\text{eight}}"), digits_to_base("1011")
     (('2516', '8'), None)
@@ -546,7 +549,7 @@ def digits_to_base(text: str) -> tuple[str, str] | None:
 
 
 def letters(text: str) -> str:
-    """Those of several choices, in their order; "" of another answer.
+    """The letters of several choices, in order; "" for any other answer.
 
     >>> letters("A, B, and D"), letters("ABD"), letters("A"), letters("A or B")
     ('ABD', 'ABD', '', '')
@@ -556,7 +559,7 @@ def letters(text: str) -> str:
 
 
 def is_changed(text: str) -> bool:
-    """Whether words beside the one number of a text make another of it.
+    """Whether words beside the only number of a text change its value.
 
     >>> is_changed("at least 7"), is_changed("7 million"), is_changed("7 more apples")
     (True, True, False)
@@ -581,7 +584,7 @@ def _one_number(text: str) -> re.Match[str] | None:
 
 
 def _scale_of(number: re.Match[str]) -> re.Match[str] | None:
-    """The million behind it."""
+    """The scale after it, such as million."""
     return _SCALE.match(number.string, number.end())
 
 
@@ -595,8 +598,8 @@ def _scaled(number: re.Match[str], scale: re.Match[str] | None) -> Fraction | No
 
 
 def shown_number(number: Fraction) -> str:
-    """As people write it: a decimal where it is one, else a fraction; of a long one the first 28
-    digits.
+    """A number as people write it: a decimal if it is a finite one, else a fraction; the first 28
+    digits of a long one.
 
     >>> shown_number(Fraction(1007)), shown_number(Fraction(-1, 4)), shown_number(Fraction(1, 3))
     ('1007', '-0.25', '1/3')
@@ -609,8 +612,8 @@ def shown_number(number: Fraction) -> str:
 
 
 def answered_number(turn: str) -> Fraction | None:
-    """The number that a turn answers with, None without one: that of its marked answer, unless
-    words make another of it, or its last one where it marks none.
+    """The number that a turn answers with: that of its marked answer (none if words there change it
+    in an unknown way), or the turn's last number if it marks none. None without a number.
 
     >>> answered_number("3 + 4 = 7, so #### 1,007")
     Fraction(1007, 1)
@@ -623,7 +626,7 @@ def answered_number(turn: str) -> Fraction | None:
 
 
 def _last_number(text: str) -> Fraction | None:
-    """The last one that can be read."""
+    """The last number that can be read."""
     values = map(_value, reversed(list(_NUMBER.finditer(text))))
     return next((value for value in values if value is not None), None)
 
@@ -644,5 +647,5 @@ def _value(found: re.Match[str]) -> Fraction | None:
 
 
 def _exact(digits: str) -> Fraction:
-    """Also of more digits than `int` reads."""
+    """The exact value, also of more digits than `int` accepts."""
     return Fraction(Decimal(digits.replace(",", "")))

@@ -1,7 +1,7 @@
-"""Built-in rewards: by a rule, 1.0 where the response is right, else 0.0; or the environment's.
+"""Built-in rewards: by a rule, mostly 1.0 for a right response and else 0.0; or the environment's.
 
-A row without what a response is compared with fails its group; it scores neither 0, which trains on
-nothing, nor 1, which pays for anything.
+If a row lacks what responses are compared with, its group fails. A score of 0 would train on
+nothing, and a score of 1 would reward anything.
 """
 
 import logging
@@ -35,7 +35,7 @@ from actors.rewards.forms import gold_of
 from actors.rewards.units import Quantity
 from streamrl.interfaces import Episode, Prompt, Score
 
-# Words behind a comma explain them.
+# Words after a comma explain them.
 _VERDICTS = ("yes", "no", "true", "false")
 _OTHERWISE = re.compile(rf"\b(?:{'|'.join(_VERDICTS)}|but|if|unless|when)\b", re.IGNORECASE)
 
@@ -59,8 +59,8 @@ def expression_to_match(prompt: Prompt) -> Any:
 
 
 def math_at_once(episode: Episode) -> Score | None:
-    """The reward `math` where texts, words and numbers decide it; None where it takes math-verify,
-    or the row has no answer."""
+    """The reward `math` if comparing texts, words and numbers decides it; None if it takes
+    math-verify, or the row has no answer."""
     try:
         golds = acceptable(expression_to_match(episode.prompt))
     except FinalError:
@@ -80,14 +80,14 @@ def acceptable(gold: Any) -> Sequence[str]:
     if isinstance(gold, str) and gold.lstrip().startswith(('["', "['")):
         gold = decoded(gold)
     golds = map(str, gold if isinstance(gold, list | tuple) else [gold])
-    # Of several boxes all are of the answer.
+    # If there are several boxes, all belong to the answer.
     marked = ((one, marked_answer(one) if one.count("\\boxed") < 2 else None) for one in golds)
     return [bare(inner or one) for one, inner in marked]
 
 
 def compared(gold: str, given: str) -> bool | None:
-    """Whether two texts, words or numbers are the same; None of what is left to math-verify, which
-    takes a word for a product of letters."""
+    """Whether two answers are the same text, word or number; None if math-verify must decide. (It
+    would take a word for a product of letters.)"""
     if written(gold) == written(given) or (letters(gold) and letters(gold) == letters(given)):
         return True
     bases = digits_to_base(gold), digits_to_base(given)
@@ -103,7 +103,7 @@ def compared(gold: str, given: str) -> bool | None:
 
 
 def _known(gold: str, given: str) -> bool | None:
-    """Of words and numbers, with their units where both have one."""
+    """Compare words and numbers, with their units if both have one; None if undecided."""
     if wanted_words := words(gold):
         head, _, reason = given.partition(",")
         is_explained = wanted_words in _VERDICTS and not _OTHERWISE.search(reason)
@@ -124,7 +124,7 @@ def _known(gold: str, given: str) -> bool | None:
 
 
 def _same_quantity(one: Quantity, other: Quantity) -> bool:
-    """Whether values of different units are as much."""
+    """Whether values with different units are the same quantity."""
     if one.unit.powers != other.unit.powers:
         return False
     value, other_value = whole_number(one.value), whole_number(other.value)
@@ -134,14 +134,15 @@ def _same_quantity(one: Quantity, other: Quantity) -> bool:
 
 
 def no_gold(prompt: Prompt, answer: Any, needed: str) -> FinalError:
-    """The sentence about a row that cannot be scored."""
+    """The error about a row that cannot be scored."""
     return FinalError(f"{prompt.origin or 'the row'}: the answer was {answer!r}; {needed}")
 
 
 def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "") -> Score:
-    """The response is the answer, but for white space around it.
+    """The response equals the answer, apart from white space around it.
 
-    With a pattern, what its last match in the response has in its first group, or all of the match.
+    With a pattern, the first group of its last match in the response is compared, or the whole
+    match if it has no group.
     """
     given, answer, extracted = episode.response, text_to_match(episode.prompt), None
     if pattern:
@@ -155,8 +156,8 @@ def exact_match(episode: Episode, *, ignore_case: bool = False, pattern: str = "
 
 
 def numeric_answer(episode: Episode, *, tolerance: float = 0.0) -> Score:
-    """The response's number equals the answer's: that of its marked answer (see
-    `actors.rewards.answers`), else the last number there is."""
+    """The response's number equals the answer's. A response's number is that of its marked answer
+    (see `actors.rewards.answers`), else the last one in it."""
     expected, given = number_to_match(episode.prompt), answered_number(answer_of(episode))
     if given is None:
         return Score(0.0, extracted="")
@@ -171,8 +172,8 @@ def regex(episode: Episode, *, pattern: str) -> float:
 
 def format_of_tags(episode: Episode, *, tags: Sequence[str] = ("think", "answer")) -> float:
     """The response consists of these elements, such as <think>...</think><answer>...</answer>, in
-    this order, each once and not empty; white space may stand between them. What the chat template
-    has opened (<think>) counts as the response's."""
+    this order, each once and not empty; white space may stand between them. An element that the
+    chat template opened (<think>) counts as the response's."""
     text = episode.turn
     elements = (rf"<{tag}>(?P<{tag}>.*?)</{tag}>" for tag in tags)
     found = re.fullmatch(r"\s*".join(elements), text.strip(), re.DOTALL)
@@ -185,7 +186,7 @@ def format_of_tags(episode: Episode, *, tags: Sequence[str] = ("think", "answer"
 def length(
     episode: Episode, *, max_tokens: int, min_tokens: int = 0, decay_tokens: int = 0
 ) -> float:
-    """1 for a response of `min_tokens` to `max_tokens`; beyond, it falls to 0 over
+    """1 for a response of `min_tokens` to `max_tokens`; outside, it falls to 0 over
     `decay_tokens`."""
     num_tokens = episode.num_response_tokens
     excess = max(num_tokens - max_tokens, min_tokens - num_tokens, 0)
@@ -193,8 +194,8 @@ def length(
 
 
 def task(episode: Episode) -> Score:
-    """The prompt source's own scorer, in [0, 1]; for reasoning_gym sources. A scorer that raises,
-    since it cannot read the response, gives 0: the metric `raised` is 1 for it."""
+    """The score of the prompt source's own scorer, in [0, 1]; for reasoning_gym sources. If the
+    scorer raises, because it cannot read the response, the score is 0 and the metric `raised` 1."""
     row, response = episode.prompt.row, episode.response.strip()
     dataset, entry = row["dataset"], row["entry"]
     try:
@@ -210,7 +211,7 @@ def _warn_once(dataset: str, error: str) -> None:
 
 
 def environment(episode: Episode) -> float:
-    """The sum of what the environment gave for each turn."""
+    """The sum of the environment's rewards for the turns."""
     return sum(episode.turn_rewards)
 
 

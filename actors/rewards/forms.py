@@ -1,4 +1,4 @@
-"""The forms of a reward function: how each is called, and what its answer means.
+"""The forms of a reward function: how each is called, and what its return value means.
 
     (episode, **kwargs)                                              a number
     (episodes, **kwargs)                                             a list of numbers
@@ -7,11 +7,11 @@
     TRL's (prompts, completions, completion_ids, **columns)          a list of numbers or None
 
 Instead of a number, a function may return a dict with `score` and further numbers, or a `Score`. A
-text in the dict under `extracted`, or `pred` as verl has it, is what was read in the response. None
+text in the dict under `extracted` (or verl's `pred`) is the answer found in the response. None
 means that the reward does not apply to the episode.
 
 A form is recognized by the names of the parameters.
-Invariant: a function gives one finite number for each episode, or it is a RolloutError.
+Invariant: a function gives one finite number for each episode, or a RolloutError is raised.
 """
 
 import inspect
@@ -90,11 +90,11 @@ class BoundFunction:
         return self._read(answer, len(episodes))
 
     def score_one(self, episode: Episode) -> Score | None:
-        """As `score`, for one episode."""
+        """Like `score`, for one episode."""
         return self.score([episode])[0]
 
     async def wait_for_score(self, episodes: Sequence[Episode]) -> list[Score | None]:
-        """As `score`, for an async function. Waits for its answer."""
+        """Like `score`, for an async function. Waits for its answer."""
         with self._attributed():
             answer = await self._call(episodes)
         return self._read(answer, len(episodes))
@@ -161,7 +161,7 @@ def score_of(answer: Any) -> Score:
     numbers.
 
     Raises:
-        TypeError, ValueError, KeyError: none of these.
+        TypeError, ValueError, KeyError: it is none of these.
     """
     if isinstance(answer, Score):
         metrics = {str(name): _number(value) for name, value in answer.metrics.items()}
@@ -184,7 +184,7 @@ def _text(value: Any) -> str | None:
 
 
 def _number(value: Any) -> float:
-    """A number from something that is one; `float` would also read text."""
+    """Convert a number to float; text, which `float` would read, is refused."""
     if isinstance(value, str | bytes):
         raise TypeError(value)
     return float(value)

@@ -1,14 +1,14 @@
-"""The reward `math`: mathematical equality, by math-verify where `math_at_once` does not decide it.
+"""The reward `math`: mathematical equality, by math-verify if `math_at_once` does not decide it.
 
-It runs in a process of its own: sympy may take hours over an expression that a model wrote, and
-holds the interpreter meanwhile. Siblings have one gold and often one answer, so they are scored by
-one process, which keeps what it has read and compared.
+It runs in a separate process: sympy may take hours for an expression that a model wrote, and blocks
+the interpreter meanwhile. Siblings share their gold and often their answer, so one process scores
+them and caches what it has parsed and compared.
 
-`TwoStageParser` and `clearly_differ` are quicker ways, since most of math-verify's time goes into
-ANTLR's full prediction, and into `simplify` of differences that are not 0. Its answers stay: what
-the quick ways do not decide, the slow ones do.
+`TwoStageParser` and `clearly_differ` are shortcuts, since most of math-verify's time goes into
+ANTLR's full prediction, and into `simplify` of differences that are not 0. They do not change its
+answers: what the shortcuts do not decide is decided the slow way.
 
-`near` is stricter than math-verify, to which all numbers below a millionth are one.
+`near` is stricter than math-verify, which takes all numbers below a millionth as equal.
 """
 
 import logging
@@ -61,25 +61,25 @@ from actors.rewards.answers import (
 from actors.rewards.builtin import acceptable, compared, expression_to_match, math_at_once, no_gold
 from streamrl.interfaces import Episode, Score
 
-# It warns of being called without a limit.
+# math-verify warns when it is called without a time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _KEPT = 512
 Forms = tuple[LatexExtractionConfig | ExprExtractionConfig, ...]
 _FORMULA: Forms = (LatexExtractionConfig(),)
-"""Of a marked answer: of one that is no formula, a number within it is another answer."""
+"""For a marked answer: if it is no formula, a number inside it would be another answer."""
 _ANYWHERE: Forms = (*_FORMULA, ExprExtractionConfig())
 _SLOW = (Derivative, Integral, Limit, Product, Sum)
 _VAST = re.compile(r"\^[{(]*\d{7}|(?:\d{5}|!\))[)}]*!|\\binom\{?\d{6}")
 _TOWER = re.compile(r"\^[{(]*(\d{1,6})\^[{(]*(\d{1,6})(\^?)")
 _MOST_DIGITS = 6
-"""Of an exponent."""
+"""The most digits that a tower of powers may have, as a power of 10."""
 _CLEAR = 1e-3
-"""A difference, as a share of what differs or of 1, that is none of rounding."""
+"""A difference, relative to the larger value or 1, that rounding cannot explain."""
 
 
 class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
-    """Reads a formula by ANTLR's SLL prediction, which makes the tree of LL or an error, and by LL
-    where it was an error (Adaptive LL(*) Parsing, Parr, Harwell and Fisher 2014, section 3.2)."""
+    """Reads a formula by ANTLR's SLL prediction, which gives the same tree as LL or an error, and
+    after an error by LL (Adaptive LL(*) Parsing, Parr, Harwell and Fisher 2014, section 3.2)."""
 
     def math(self) -> Any:
         self._interp.predictionMode = PredictionMode.SLL
@@ -94,8 +94,7 @@ class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
 
 
 def clearly_differ(one: Any, other: Any) -> bool:
-    """Whether two formulas have values that differ beyond rounding, at two points; False where that
-    cannot be said."""
+    """Whether the values of two formulas differ beyond rounding at two points; False if unknown."""
     try:
         symbols = sorted(one.free_symbols | other.free_symbols, key=str)
         if one.has(*_SLOW) or other.has(*_SLOW):
@@ -106,8 +105,8 @@ def clearly_differ(one: Any, other: Any) -> bool:
 
 
 def _gap_at(seed: int, symbols: Sequence[Any], one: Any, other: Any) -> float:
-    """NaN where one has no value. Symbols have positive ones, where all that `simplify` may assume
-    of them holds."""
+    """The difference at a random point; NaN if a formula has no value there. Symbols get positive
+    values, for which all assumptions of `simplify` hold."""
     draw = random.Random(seed)
     values = {symbol: draw.uniform(0.5, 2.5) for symbol in symbols}
     here, there = (complex(formula.evalf(15, subs=values)) for formula in (one, other))
@@ -119,7 +118,7 @@ def quick_symbolic_eq(one: Any, other: Any) -> bool:
 
 
 def near(one: Any, other: Any, *limits: int) -> bool:
-    """Whether two numbers are one, exact or rounded; n% is n or n / 100."""
+    """Whether two numbers are equal, exactly or up to rounding; n% is n or n / 100."""
     bare = [grader.get_pct_val(formula, formula) for formula in (one, other)]
     if _numeric_eq(one, other, *limits) and not _is_far(one, other):
         return True
@@ -127,26 +126,26 @@ def near(one: Any, other: Any, *limits: int) -> bool:
 
 
 def _is_far(one: Any, other: Any) -> bool:
-    """Whether exact numbers differ at all, or rounded ones by more than a share of them."""
+    """Whether exact numbers differ at all, or others by more than a share `_CLEAR` of them."""
     try:
         gap = one - other
         if gap.is_rational:
             return bool(gap.doit() != 0)
         return bool(abs(gap.evalf()) > _CLEAR * max(abs(one.evalf()), abs(other.evalf())))
-    except Exception:  # Of what has no value sympy raises what it likes.
+    except Exception:  # Without a value, sympy may raise anything.
         return False
 
 
 symbolic_eq, _numeric_eq = grader.sympy_symbolic_eq, grader.sympy_numeric_eq
-# Of all of this process.
+# Replaced for the whole process.
 latex2sympy2.PSParser = TwoStageParser
 grader.sympy_symbolic_eq, grader.sympy_numeric_eq = quick_symbolic_eq, near
 
 
 def math(episodes: Sequence[Episode], *, strict: bool = True) -> list[Score]:
-    """Whether the answer of each sibling, marked or its last expression, equals the row's, or one
-    of the row's where that is a list. Numbers are compared as numbers, words as words, all else by
-    math-verify.
+    """Whether each sibling's answer (marked, or its last expression) equals the row's answer, or
+    one of them if the row has a list. Numbers are compared as numbers, words as words, everything
+    else by math-verify.
 
     Args:
         strict: whether x = 1 differs from y = 1; else unknowns may have any name.
@@ -183,13 +182,13 @@ def _score(episode: Episode, strict: bool) -> Score:
             for gold in undecided
             if not choice(gold)
         )
-    # math-verify ends its list with the text that it has read.
+    # math-verify's list ends with the text that it has read.
     return Score(float(is_right), extracted=str(parsed[-1]) if marked is None else marked)
 
 
 def is_vast(formula: str) -> bool:
-    """Whether sympy would write out a number of more than a million digits or so, which takes
-    minutes that nothing can interrupt. Such a formula equals what is written as it is, alone.
+    """Whether sympy would write out a number of more than about a million digits, which takes
+    minutes and cannot be interrupted. Such a formula equals only what is written the same way.
 
     >>> is_vast("1^{1^{1^1}}"), is_vast("10000!"), is_vast("2^{2023}"), is_vast("x^{n^2}")
     (True, True, False, False)
@@ -211,7 +210,7 @@ def _marked_gold(gold: str) -> str:
 @lru_cache(maxsize=_KEPT)
 def _is_equal(gold: str, expression: str, forms: Forms, strict: bool) -> bool:
     wanted, given = _parse(gold, _FORMULA), _parse(expression, forms)
-    # The limits of the call end it, with its process; math-verify's own need the main thread.
+    # The call's limits end it, with its process; math-verify's own need the main thread.
     if verify(wanted, given, strict=strict, timeout_seconds=None):
         return True
     return any(
@@ -248,8 +247,8 @@ def _point(formula: Any) -> Any:
 
 
 def solution_set(formula: Any) -> tuple[Symbol | None, Set] | None:
-    """The numbers that an interval, a solved inequality or several of them apart stand for, with
-    the unknown, if it is named; None of others: 2x < 4 may be the question itself."""
+    """The set of numbers that an interval, a solved inequality or several disjoint ones describe,
+    with the unknown if it is named. None for others: 2x < 4 may be the question itself."""
     match formula:
         case Interval() | Union():
             return None, formula
@@ -263,7 +262,7 @@ def solution_set(formula: Any) -> tuple[Symbol | None, Set] | None:
             sets = [part[1] for part in parts if part]
             if isinstance(formula, And):
                 return unknowns.pop(), Intersection(*sets)
-            # Inequalities that hold together have no union.
+            # Overlapping inequalities are meant to hold together, so they have no union.
             is_apart = all(one.is_disjoint(other) for one, other in combinations(sets, 2))
             return (unknowns.pop(), Union(*sets)) if is_apart else None
         case Relational() if not isinstance(formula, Eq):
@@ -273,7 +272,7 @@ def solution_set(formula: Any) -> tuple[Symbol | None, Set] | None:
 
 def _solved(inequality: Relational) -> tuple[Symbol, Set] | None:
     unknown, bound = inequality.lhs, inequality.rhs
-    # 50% is 50 * (1 / 100), of which sympy does not know whether it is real.
+    # 50% is 50 * (1 / 100) unevaluated, and sympy cannot tell whether that is real.
     bound = bound if bound.has(*_SLOW) else bound.doit()
     is_real = bound.is_extended_real or (bound.is_extended_real is None and bound.has(*_SLOW))
     if not isinstance(unknown, Symbol) or not (bound.is_number and is_real):
@@ -296,15 +295,15 @@ def _parse(text: str, forms: Forms) -> list[Any]:
 
 
 def both_signs(text: str) -> str:
-    """A box around a formula with a plus-minus sign within it as one around the two that it stands
-    for.
+    """Replace a boxed formula that contains a plus-minus sign by a box with the two formulas that
+    it stands for.
 
     >>> both_signs("\\\\boxed{\\\\frac{1 \\\\pm x}{2}}"), both_signs("\\\\boxed{\\\\pm 1}")
     ('\\\\boxed{\\\\frac{1 + x}{2}, \\\\frac{1 - x}{2}}', '\\\\boxed{\\\\pm 1}')
     """
     inner = text.removeprefix("\\boxed{").removesuffix("}")
     is_boxed = text == f"\\boxed{{{inner}}}" and "," not in inner
-    # Of two signs it stands for four.
+    # With two signs it would stand for four.
     if not is_boxed or inner.count("\\pm") != 1 or not re.search(r"\{[^{}]*?\\pm", inner):
         return text
     upper = inner.replace("\\pm", "+").replace("\\mp", "-")

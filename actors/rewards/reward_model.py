@@ -1,13 +1,13 @@
-"""The reward `reward_model`: a sequence classifier reads the conversation, with a tokenizer and a
-chat template of its own, on a device of its own.
+"""The reward `reward_model`: a sequence classifier reads the conversation, with its own tokenizer,
+chat template and device.
 
 Invariant: one forward pass runs at a time, in a thread; the event loop never waits for it.
 
-A causal classifier reads its score at the last token that is not the pad token of its
-configuration: here one which no conversation of the pass has, so that each is scored as it would be
-alone. Padding behind the last token changes nothing in a causal model; an encoder of `PADDED`
-leaves it out by its mask; every other model, and one whose rotary frequencies change with the
-length of a pass, is given conversations of one length, and no padding.
+A causal classifier reads its score at the last token that is not its configured pad token. The pad
+token used here occurs in no conversation of the pass, so each is scored as if it were alone.
+Padding after the last token changes nothing in a causal model, and an encoder in `PADDED` masks it.
+Every other model, and one whose rotary frequencies depend on the length of a pass, gets
+conversations of one length, without padding.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _ENCODERS = """
 albert bert camembert deberta deberta-v2 distilbert electra modernbert mpnet roberta xlm-roberta
 """
 PADDED = frozenset([*_CAUSAL.split(), *_ENCODERS.split()])
-"""Model types whose scores padding on the right does not change; each is tested."""
+"""Model types whose scores do not change with padding on the right; each is tested."""
 _BY_LENGTH = frozenset({"dynamic", "longrope"})
 _NONE = -1
 
@@ -54,14 +54,14 @@ _NONE = -1
 def may_be_padded(config: PreTrainedConfig) -> bool:
     """Whether conversations of different lengths may share a pass."""
     rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    # One for all layers, or one by their type.
+    # One entry for all layers, or one per type of layer.
     nested = [value for value in rotary.values() if isinstance(value, dict)]
     kinds = {own.get("rope_type") for own in (rotary, *nested)}
     return config.model_type in PADDED and not kinds & _BY_LENGTH
 
 
 def check_family(config: PreTrainedConfig) -> None:
-    """Whether a classifier of this model type scores a conversation as a whole.
+    """Check that a classifier of this model type scores a conversation as a whole.
 
     Raises:
         ConfigError: it does not, or there is no classifier of this type.
@@ -82,11 +82,11 @@ def check_family(config: PreTrainedConfig) -> None:
 def logits_of(
     model: Any, rows: Sequence[Sequence[int]], pad_token_id: int | None = None
 ) -> torch.Tensor:
-    """[B, labels] of conversations that are given as token ids, each as if it stood alone.
+    """Logits [B, labels] of conversations given as token ids, each scored as if it were alone.
 
     Args:
         rows: of one length, unless the model `may_be_padded`.
-        pad_token_id: is padded with, if no conversation has it.
+        pad_token_id: preferred for padding, if no conversation contains it.
     """
     longest = max(map(len, rows))
     pad = _NONE
@@ -96,7 +96,7 @@ def logits_of(
             return torch.cat([logits_of(model, [row]) for row in rows])
     ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    # By it the model finds the last token of each row.
+    # The model finds the last token of each row by it.
     for config in (model.config, model.config.get_text_config()):
         config.pad_token_id = pad
     logits: torch.Tensor = model(
@@ -106,7 +106,7 @@ def logits_of(
 
 
 def _unused(rows: Sequence[Sequence[int]], vocab_size: int, preferred: int | None) -> int:
-    """A token that no row has."""
+    """A token that no row contains; `_NONE` if there is none."""
     used = {token for row in rows for token in row}
     candidates = chain([] if preferred is None else [preferred], range(vocab_size))
     return next((token for token in candidates if token not in used), _NONE)
@@ -121,27 +121,27 @@ class _Waiting:
 
 
 class RewardModel:
-    """Of one generator. It is loaded when the first group is scored."""
+    """The reward model of one generator. It is loaded when the first group is scored."""
 
     class Settings(Section):
         path: str
-        """The classifier: a folder or a name of the hub."""
+        """The classifier: a folder or a model name on the hub."""
         tokenizer: str | None = None
-        """Its tokenizer, if it stands elsewhere."""
+        """Its tokenizer, if it is elsewhere."""
         chat_template: Literal["native", "none"] | Path = "native"
-        """`native` uses the tokenizer's, if it has one; `none` reads prompt and response one after
-        the other; a path names a Jinja file."""
+        """`native` uses the tokenizer's, if it has one; `none` joins the texts of the messages; a
+        path names a Jinja file."""
         device: Device = "auto"
         """Where it runs; `auto` is cuda, if there is one, else cpu."""
         dtype: Dtype = "float32"
-        """Of its weights."""
+        """Type of its weights."""
         label: NotNegative = 0
-        """Of a classifier with several labels, the one whose probability is the reward. With one
-        label the reward is its output as it stands."""
+        """For a classifier with several labels, the label whose probability is the reward. With one
+        label the reward is the raw output."""
         max_length: Positive = 4096
-        """Tokens of a conversation; of longer ones the beginning is cut."""
+        """Most tokens of a conversation; longer ones lose their beginning."""
         max_tokens_per_batch: Positive = 16_384
-        """Tokens of a forward pass, padding included."""
+        """Most tokens of a forward pass, including padding."""
         trust_remote_code: bool = False
         """Run code that comes with the model."""
 
@@ -156,7 +156,8 @@ class RewardModel:
         self._is_padded = may_be_padded(_checked(settings))
 
     async def score(self, episodes: Sequence[Episode]) -> list[float]:
-        """Waits for the forward passes of the conversations that came before, and of these."""
+        """Score episodes. Waits for the forward passes of these and of conversations that came
+        before."""
         rows = await self._threads.run(lambda: [self._token_ids(e) for e in episodes])
         own = [_Waiting(row, asyncio.get_running_loop().create_future()) for row in rows]
         self._waiting = [*self._waiting, *own]
@@ -165,7 +166,8 @@ class RewardModel:
         return list(await asyncio.gather(*(one.score for one in own)))
 
     async def _score_waiting(self) -> None:
-        """Waits for one forward pass after the other, until nothing waits."""
+        """Score in one forward pass after the other, until no conversation waits. Waits for each
+        pass."""
         while batch := self._next_batch():
             rows = [one.token_ids for one in batch]
             scores: Sequence[float | RolloutError]
@@ -174,7 +176,7 @@ class RewardModel:
             except Exception as error:
                 scores = [RolloutError(f"{type(error).__name__}: {error}")] * len(batch)
             for one, score in zip(batch, scores, strict=True):
-                if one.score.done():  # Who waited for it has been canceled.
+                if one.score.done():  # The task that waited for it was canceled.
                     continue
                 if isinstance(score, RolloutError):
                     one.score.set_exception(score)
@@ -182,8 +184,8 @@ class RewardModel:
                     one.score.set_result(score)
 
     def _next_batch(self) -> list[_Waiting]:
-        """The shortest that wait, as many as fit into a forward pass, at least one; of one length,
-        if the model cannot be padded."""
+        """Take the shortest waiting conversations, as many as fit into a forward pass, at least
+        one; all of one length if the model cannot be padded."""
         waiting = [one for one in self._waiting if not one.score.done()]
         ordered = sorted(waiting, key=lambda one: len(one.token_ids))
         if not self._is_padded:
@@ -196,7 +198,7 @@ class RewardModel:
         return batch
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The scores of the token ids. In a thread."""
+        """Scores of conversations as token ids. Runs in a thread."""
         with torch.inference_mode():
             logits = logits_of(self._model, rows, self._tokenizer.pad_token_id)
         if logits.shape[-1] > 1:
@@ -205,7 +207,7 @@ class RewardModel:
         return scores
 
     def _token_ids(self, episode: Episode) -> list[int]:
-        """At least one, or a RolloutError. In a thread."""
+        """The episode's token ids, at least one; else a RolloutError. Runs in a thread."""
         template = self._template or self._tokenizer.chat_template
         messages = conversation(episode)
         if self._settings.chat_template == "none" or template is None:
@@ -250,8 +252,8 @@ class RewardModel:
 
 
 def _checked(settings: RewardModel.Settings) -> PreTrainedConfig:
-    """The model's configuration, which is refused if it scores no conversations; its weights are
-    not loaded."""
+    """Load and check the model's configuration, without its weights; it must score
+    conversations."""
     try:
         found: PreTrainedConfig = AutoConfig.from_pretrained(
             settings.path, trust_remote_code=settings.trust_remote_code

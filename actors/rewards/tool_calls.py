@@ -1,13 +1,13 @@
-"""The reward `tool_calls`: an episode makes the calls of the row's answer, in any order.
+"""The reward `tool_calls`: whether an episode makes the calls of the row's answer, in any order.
 
     [{"name": NAME, "arguments": {...}}, ...]                xLAM; one alone, `parameters` (Llama)
                                                              and OpenAI's `function` as well
     <tool_call>{"name": ..., "arguments": {...}}</tool_call> Hermes, also as Python prints a record
     [NAME(KEY=VALUE, ...), ...]                              ToolACE
 
-Calls that the chat template's parser has read count as it read them; else the last turn is read in
-the same forms as the answer.
-Invariant: nothing of a response is run; what cannot be read is no call.
+Calls that the chat template's parser found count as it read them; without any, the last turn is
+read in the same forms as the answer. Invariant: nothing in a response is run; what cannot be read
+is no call.
 """
 
 import ast
@@ -26,12 +26,12 @@ from streamrl.interfaces import Episode, Prompt, Score
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _NAME = re.compile(r"\s*,?\s*([^()\[\]{},'\"=]+?)\s*\(")
 _IN_ARGUMENTS = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[()]", re.DOTALL)
-# As JSON writes them.
+# Constants as JSON writes them.
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def tool_calls(episode: Episode) -> Score:
-    """The calls are the answer's: as many, of the same tools, with arguments of the same values."""
+    """Whether the calls are the answer's: as many, of the same tools, with equal arguments."""
     made = sorted(_made(episode))
     return Score(float(calls_to_match(episode.prompt) == made), extracted=", ".join(made))
 
@@ -53,7 +53,7 @@ def _made(episode: Episode) -> list[str]:
 
 
 def _read(value: Any) -> list[str]:
-    """Each call as a text of its own; none of what cannot be read."""
+    """Each call as a text; none if anything cannot be read."""
     try:
         return list(_calls(value))
     except (TypeError, ValueError, KeyError, SyntaxError, RecursionError, MemoryError):
@@ -82,7 +82,7 @@ def _calls(value: Any) -> Iterator[str]:
 
 
 def _in_python(text: str) -> Iterator[str]:
-    """Of "[NAME(KEY=VALUE), ...]", where a name may have spaces."""
+    """Yield the calls of "[NAME(KEY=VALUE), ...]", where a name may have spaces."""
     if not text.startswith("[") or not text.endswith("]"):
         return
     inner, place = text[1:-1], 0
@@ -121,7 +121,7 @@ def _written(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A whole number is one however it is written."""
+    """A value for comparing: a whole number is the same as int and as float."""
     match value:
         case Mapping():
             return {str(key): _plain(inner) for key, inner in value.items()}

@@ -1,7 +1,7 @@
-"""Units of measure behind a value: what they are multiples of, so that 5 cm is 50 mm and no 5 m.
+"""Units of measure after a value: what they are multiples of, so that 5 cm equals 50 mm, not 5 m.
 
 A unit is a product of powers of names, such as `km/h`, `square feet` or `g per mL`. Names that are
-not in the tables are no units: 5 apples have none.
+not in the tables are no units: "5 apples" has none.
 """
 
 import re
@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-# One of each in the unit that names what it measures.
+# Each unit as a multiple of a base unit.
 _SYMBOLS: dict[str, tuple[int | str, str]] = {
     **{"m": (1, "m"), "g": (1, "g"), "s": (1, "s"), "h": (3600, "s"), "in": ("0.0254", "m")},
     **{"ft": ("0.3048", "m"), "yd": ("0.9144", "m"), "mi": ("1609.344", "m"), "min": (60, "s")},
@@ -36,7 +36,7 @@ _FURTHER = {
 }
 _PREFIXES = {"k": 3, "c": -2, "m": -3, "d": -1, "M": 6, "G": 9, "n": -9}
 _PREFIX_WORDS = {"kilo": "k", "centi": "c", "milli": "m", "deci": "d", "mega": "M"}
-# What prefixes stand before.
+# Units that take prefixes.
 _METRIC = frozenset({"m", "g", "s", "L", "l", "N", "J", "W", "V", "A", "Pa", "Hz", "mol", "eV"})
 _METRIC_WORDS = frozenset({"meter", "metre", "gram", "second", "liter", "litre", "joule", "watt"})
 _NAME = r"(?:°\s?[CF]?|\\Omega|Ω|[a-zA-Z]{1,12})"
@@ -52,7 +52,7 @@ _SQUARED = re.compile(r"(?!m)[a-z]{2}\^\{?[23]\}?\Z|[a-z]{1,2}[²³]\Z")
 _FACTORS = re.compile(rf"\s?(?P<over>/|\bper\b)?(?:[\s·]|\\cdot)*(?P<factor>{_FACTOR})")
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _DOLLARS = re.compile(r"\\?\$\s?(?P<value>[^$]*\d)")
-# A unit is at the end of a text, and no longer.
+# A unit is at the end of a text, and at most this long.
 _LONGEST = 48
 
 
@@ -69,14 +69,14 @@ class Quantity(NamedTuple):
     value: str
     unit: Unit
     is_evident: bool
-    """Whether it can be nothing else: 5m may be a formula."""
+    """Whether it can only be a unit: 5m may be a formula."""
 
 
 def quantity(text: str, *, is_text: bool = False) -> Quantity | None:
-    """The value and the unit of a text without commands for fonts; None without a unit.
+    """The value and the unit of a text without font commands; None without a unit.
 
     Args:
-        is_text: whether what is behind the value was text within a formula.
+        is_text: whether what follows the value was text within a formula.
 
     >>> quantity("5 cm").unit == quantity("5 meters").unit, quantity("5 cm").value
     (False, '5')
@@ -99,7 +99,7 @@ def quantity(text: str, *, is_text: bool = False) -> Quantity | None:
 
 @lru_cache(maxsize=256)
 def unit_of(text: str) -> Unit | None:
-    """What a name or a product of names stands for.
+    """The unit that a name or a product of names stands for; None if it is no unit.
 
     >>> unit_of("km/h") == unit_of("kilometers per hour"), unit_of("apples")
     (True, None)
@@ -121,7 +121,7 @@ def unit_of(text: str) -> Unit | None:
 
 
 def _named(name: str) -> tuple[Fraction, dict[str, int]] | None:
-    """Of one name, with its prefix and its plural."""
+    """Factor and powers of one name, which may have a prefix and be a plural."""
     if name in _SYMBOLS:
         number, measures = _SYMBOLS[name]
         return Fraction(number), {measures: 1}

@@ -1,13 +1,12 @@
 """The rewards of a run, whose weighted sum is the reward of an episode.
 
-`FunctionReward`: a function as a reward, called off the event loop within limits, with its answer
-checked. Invariant: a function that fails or answers nonsense costs its group (RolloutError, counted
+`FunctionReward`: a function as a reward, called off the event loop within limits; its answer is
+checked. Invariant: a function that fails or answers nonsense fails its group (RolloutError, counted
 as `failed`), never the daemon.
 
-`Rewards`: those of a run. Those that apply to a row score its group, and their weighted sum is the
-reward of an episode. Invariant: the value of each reward is recorded as `reward/NAME`, whatever its
-weight; an error carries the name of the reward that failed. What the first reward that reads
-something in the response has read is what was extracted from it.
+`Rewards`: all rewards of a run. Those that apply to a row score its group. Invariant: the value of
+each reward is recorded as `reward/NAME`, whatever its weight; an error names the reward that
+failed. An episode's `extracted` comes from the first reward that extracts an answer.
 """
 
 import math
@@ -26,18 +25,18 @@ from streamrl.samples.record import shortened_answer
 Scores = Sequence[Score | None]
 AtOnce = Callable[[Episode], float | Score | None]
 SUPPRESSED = "suppressed_bytes"
-"""Metric of what a reward printed beyond its limit, where there was any."""
+"""Metric of the bytes that a reward printed beyond its limit, if any."""
 
 
 class FunctionReward:
     """A function of one of the forms of `actors.rewards.forms`, async or not.
 
     Args:
-        setup: of processes where it runs, instead of threads.
-        at_once: takes microseconds, and says what the function would, or None where it cannot.
-            It is called here, since to call the function elsewhere takes longer.
-        label: under which its values are recorded.
-        data_sources: those of the rows that it scores; all if there is none.
+        setup: if given, the function runs in processes made from it instead of threads.
+        at_once: a function that takes microseconds and returns the same result, or None if it
+            cannot tell. It is called on the event loop, since a call elsewhere takes longer.
+        label: the name under which its values are recorded.
+        data_sources: the data sources of the rows that it scores; () for all rows.
     """
 
     def __init__(
@@ -60,8 +59,9 @@ class FunctionReward:
         self._threads = Threads(bound.title, "; with isolation: process they would be")
 
     async def score(self, episodes: Sequence[Episode]) -> Scores:
-        """One for each episode; None where the reward does not apply. Waits for the calls: one for
-        the group, or one for each episode at the same time, unless it is scored at once.
+        """Return one score for each episode; None if the reward does not apply. Waits for the calls
+        of episodes that are not scored at once: one for the group, or one for each, all at the same
+        time.
 
         Raises:
             RewardError: the group cannot be scored.
@@ -98,7 +98,7 @@ class FunctionReward:
         return [_with_suppressed(score, num_suppressed / len(scores)) for score in scores]
 
     async def _score(self, episodes: Sequence[Episode]) -> Scores:
-        """Waits for one call of the function."""
+        """Call the function once. Waits for the call."""
         if self._processes is not None:
             return await self._processes.run(episodes)
         if not self._bound.is_async:
@@ -107,7 +107,7 @@ class FunctionReward:
             return await self._bound.wait_for_score(episodes)
 
     def _call(self, episodes: Sequence[Episode]) -> Scores:
-        """In a thread."""
+        """Call the function. Runs in a thread."""
         with self._output.applied():
             try:
                 return self._bound.score(episodes)
@@ -133,7 +133,7 @@ class Rewards:
     data_source_key: str = "data_source"
 
     async def score(self, episodes: Sequence[Episode]) -> list[Score]:
-        """Waits for all rewards, which score at the same time.
+        """Score a group. Waits for all rewards, which score at the same time.
 
         Raises:
             RewardError: one of them cannot score the group.

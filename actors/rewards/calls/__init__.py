@@ -1,1 +1,2 @@
-"""How a reward is called: its limits, in threads, in processes of its own, and what it prints."""
+"""How a reward is called: in threads or in separate processes, its limits, and what it may
+print."""

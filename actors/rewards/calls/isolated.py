@@ -1,10 +1,10 @@
-"""Calls in processes of their own, each of which is killed when a call hangs and replaced by the
-next call.
+"""Reward calls in separate processes. A process whose call hangs is killed; the next call starts
+another one.
 
-A process reads requests from its standard input and answers through a pipe; what it prints is read
-from its output. `actors.rewards.calls.isolated_worker` is what runs in it.
-Invariant: a process serves one call at a time; after a call that did not end, it is gone with
-all that it has started.
+A process runs `actors.rewards.calls.isolated_worker`: it reads requests from standard input and
+answers through a pipe; what it prints is read from its output.
+Invariant: a process serves one call at a time; if a call does not end, the process is killed with
+everything that it has started.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from streamrl.interfaces import Episode, Score
 
 _START_S, _GRACE_S = 120.0, 5.0
 LENGTH = struct.Struct("<I")
-"""Before each message."""
+"""The length that precedes each message."""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """What a process needs to make the function; `name` stands in errors."""
+    """What a process needs to make the function; `name` appears in errors."""
 
     reward: str
     kwargs: Mapping[str, Any]
@@ -45,7 +45,7 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
 
 
 class Processes:
-    """Of one reward; as many as calls run at a time."""
+    """The processes of one reward; as many as calls run at a time."""
 
     def __init__(self, setup: WorkerSetup, output: OutputLimit) -> None:
         self._setup = setup
@@ -54,7 +54,7 @@ class Processes:
         self._idle: list[_Worker] = []
 
     async def prepare(self) -> None:
-        """Waits until a process is there that has loaded the function, `_START_S` at most.
+        """Wait until a process has loaded the function, at most `_START_S`.
 
         Raises:
             RolloutError: it has not started.
@@ -68,7 +68,7 @@ class Processes:
             raise RolloutError(f"{self._title}: its process has not started: {error}") from error
 
     async def run(self, episodes: Sequence[Episode]) -> list[Score | None]:
-        """The scores, by the process that was prepared. Waits for its answer.
+        """Score in the prepared process. Waits for its answer.
 
         Raises:
             RolloutError: the function raised, answered nonsense, or ended its process.
@@ -133,17 +133,17 @@ class _Worker:
         return worker
 
     async def ask(self, request: bytes) -> WorkerAnswer:
-        """Waits for the answer. An EOFError if the function has ended its process; whatever else
-        keeps it from answering ends the process, too."""
+        """Send a request and wait for the answer. Raises EOFError if the function has ended its
+        process; on any other failure, or if the wait is canceled, the process is killed."""
         assert self._process.stdin is not None, "it was started with a pipe"
         try:
-            # Never waited for: a process that does not read is killed at the time-out of its call.
+            # No drain: a process that does not read is killed at the time-out of its call.
             self._process.stdin.write(LENGTH.pack(len(request)) + request)
             (length,) = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))
             content = await self._answers.readexactly(length)
             return msgspec.msgpack.decode(content, type=WorkerAnswer)
         except asyncio.IncompleteReadError as error:
-            # It has closed the pipe, so its exit code is settled.
+            # The process has closed the pipe, so its exit code is settled.
             await self._end()
             raise EOFError(f"its process ended {_how(self._process.returncode)}") from error
         except BaseException:
@@ -151,15 +151,15 @@ class _Worker:
             raise
 
     async def _end(self) -> None:
-        """Kills it with all that it has started. Waits for its end and that of its output, which
-        what has left its group may hold open, `_GRACE_S` at most."""
+        """Kill it with everything that it has started. Wait for its end and for the end of its
+        output, at most `_GRACE_S`: a process that left its group may hold the output open."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.wait({self._printing}, timeout=_GRACE_S)
 
 
 async def _pass_on(process: asyncio.subprocess.Process, output: OutputLimit) -> None:
-    """What the process prints, as far as the limit admits it. Waits for its end."""
+    """Pass on what the process prints, as far as the limit admits. Waits for its end."""
     assert process.stdout is not None, "it was started with a pipe"
     while chunk := await process.stdout.read(2**16):
         if output.admits(len(chunk)):

@@ -1,7 +1,7 @@
 """The process of a reward with `isolation: process`: reads episodes, answers with scores.
 
-`actors.rewards.calls.isolated` starts it. It ends with its standard input; while a function keeps
-it from reading, the kernel ends it with the process that started it.
+`actors.rewards.calls.isolated` starts it. It ends when its standard input closes. A function may
+keep it from reading; the kernel then kills it when the process that started it ends.
 """
 
 import os
@@ -20,13 +20,13 @@ from streamrl.interfaces import Episode
 
 
 def main(descriptor: int) -> None:
-    """Answers once when the function is loaded, then each request. Waits for the next one until
+    """Answer once when the function is loaded, then answer each request. Waits for requests until
     standard input closes."""
     if sys.platform == "linux":
         end_with_parent(signal.SIGKILL)
-    # What the function starts would keep the pipe open past this process's end.
+    # Processes that the function starts would keep the pipe open after this one ends.
     os.set_inheritable(descriptor, False)
-    # The function shall not read the requests.
+    # The function must not read the requests.
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with os.fdopen(descriptor, "wb") as answers:
@@ -45,7 +45,7 @@ def main(descriptor: int) -> None:
 
 
 def _field(kind: Any, value: Any) -> Any:
-    """A field of an episode that `isolated.plain` has sent as plain data."""
+    """Restore a field of an episode that `isolated.plain` has sent as plain data."""
     return kind(value)
 
 

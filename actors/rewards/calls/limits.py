@@ -1,11 +1,11 @@
-"""The limits on a reward's calls: how many at a time, how long each, how many retries, and how much
-they print.
+"""Limits on a reward's calls: how many at a time, how long each may take, how often it is retried,
+and how much it may print.
 
 Invariant: a call ends by its time-out; whatever goes wrong becomes one RolloutError that begins
 with the reward's name.
 
 `OutputLimit` covers `print`, `sys.stdout`, `sys.stderr` and `logging` where the function runs, and
-leaves the daemon's other output alone. It does not cover threads that the function starts and
+does not affect the daemon's other output. It does not cover threads that the function starts and
 output of C code; a separate process (`isolation: process`) does.
 """
 
@@ -47,8 +47,8 @@ class RewardLimits:
         begin: Callable[[], Awaitable[T]],
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
-        """Make a call; its result. Waits for a slot, for what the call needs (not counted in its
-        time), for the call, and before each retry.
+        """Make a call and return its result. Waits for a slot, for `prepare` (not counted in the
+        call's time), for the call, and before each retry.
 
         Raises:
             RolloutError: the last try failed or took too long.
@@ -92,7 +92,7 @@ class OutputLimit:
         self._has_warned = False
 
     def admits(self, num_bytes: int) -> bool:
-        """Whether this much more may be written; it is counted either way."""
+        """Whether so many more bytes may be written; they are counted either way."""
         now_s = time.monotonic()
         if now_s - self._began_s > WINDOW_S:
             self._began_s, self._num_bytes, self._has_warned = now_s, 0, False
@@ -113,7 +113,7 @@ class OutputLimit:
             _applied.reset(token)
 
     def take_suppressed(self) -> int:
-        """The bytes suppressed since the last call; warns once per window."""
+        """Return the number of bytes suppressed since the last call; warn once per window."""
         num, self._num_suppressed = self._num_suppressed, 0
         if num and not self._has_warned:
             self._has_warned = True
@@ -150,7 +150,7 @@ class _LimitedLog(logging.Filter):
 
 
 def _install() -> None:
-    """Wrap the streams and log handlers that the process has at this time."""
+    """Wrap the streams and log handlers that the process has now."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, _LimitedStream):

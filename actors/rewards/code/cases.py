@@ -1,13 +1,13 @@
-"""Runs a program once for each of several inputs, and writes a line of JSON for each: what it
-printed, or null where it did not end with success.
+"""Runs a program once for each of several inputs, and writes a line of JSON for each: what the
+program printed, or null unless it ended with success.
 
-It is a program of the sandbox by itself, where that may start processes: it reads a job as JSON
-from its standard input and imports the standard library alone. Each run is a process of its own
-that begins as the program's own interpreter would, in an empty folder; what it leaves behind is
-ended with it. To begin one costs a hundredth of what an interpreter does.
+It runs in the sandbox as a program itself, if the sandbox may start processes; it reads a job as
+JSON from standard input and imports only the standard library. Each run is a forked process that
+starts out like a fresh interpreter, in an empty folder; what the run leaves behind is killed at its
+end. A fork costs a hundredth of starting an interpreter.
 
-Invariant: no expected output is in the job, so a program that reads it, or writes lines of its own,
-gains nothing.
+Invariant: the job contains no expected output, so a program that reads it, or writes lines of its
+own, gains nothing.
 """
 
 import atexit
@@ -25,11 +25,11 @@ _FILE = "main.py"
 
 
 def main() -> None:
-    """Ends after the last run."""
+    """Run the program on each input, until the job's budget is spent or a failure that stops it."""
     with os.fdopen(os.dup(0), "rb") as given:
         job: dict[str, Any] = json.loads(given.read())
     begin_s, report = time.monotonic(), os.dup(1)
-    # What every program imports is imported once.
+    # The imports of every program are made once.
     exec(job["prelude"], {})
     try:
         code = compile(job["code"], _FILE, "exec", dont_inherit=True)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _file(text: str) -> int:
-    """An open file with the text that has no name."""
+    """An open, unnamed file with the text."""
     descriptor = os.open("unnamed", os.O_RDWR | os.O_CREAT | os.O_EXCL)
     os.unlink("unnamed")
     with os.fdopen(os.dup(descriptor), "wb") as file:
@@ -65,8 +65,8 @@ def _file(text: str) -> int:
 
 
 def _run(code: CodeType, number: int, source: int, output: int) -> int:
-    """The exit code of the program, which has this process with these files as its standard input
-    and output. Waits for its threads, and does what is to be done at its exit."""
+    """Run the program in this process, with these files as standard input and output; return its
+    exit code. Waits for its threads and runs its exit functions."""
     os.setsid()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -97,7 +97,7 @@ def _run(code: CodeType, number: int, source: int, output: int) -> int:
 
 
 def _ends_well(child: int, time_s: float) -> bool:
-    """Waits for the child's end, and ends what it has started; after `time_s` it is killed."""
+    """Wait for the child's end and kill what it has started. The child is killed after `time_s`."""
     signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
     signal.setitimer(signal.ITIMER_REAL, time_s)
     _, status = os.waitpid(child, 0)

@@ -1,8 +1,8 @@
 """Columns whose records and lists were written as text.
 
-'{"inputs": ...}', '["assert ..."]'      JSON, also of what is JSON already
-"{'inputs': ...}", "['assert ...']"      what Python prints, as CSV files have it
-'eJx...'                                 LiveCodeBench: JSON, pickled, by zlib, in base 64
+'{"inputs": ...}', '["assert ..."]'      JSON, also JSON within JSON
+"{'inputs': ...}", "['assert ...']"      what Python prints, as in CSV files
+'eJx...'                                 LiveCodeBench: JSON, pickled, zlib, base64
 """
 
 import ast
@@ -18,12 +18,12 @@ from typing import Any
 
 _MOST = 4
 _BEGINNINGS = ("{", "[", "(", '"', "'")
-# Of what zlib writes, in base 64.
+# How zlib data begins in base64.
 _ZLIB = "eJ"
 
 
 def decoded(value: Any) -> Any:
-    """The record or the list that a text stands for; another text or value as it is.
+    """The record or list that a text encodes; any other text or value unchanged.
 
     >>> decoded('"[1]"'), decoded("{'a': (1, 2)}"), decoded("42"), decoded("assert f(1)")
     ([1], {'a': (1, 2)}, '42', 'assert f(1)')
@@ -39,7 +39,7 @@ def decoded(value: Any) -> Any:
 
 
 def _read(text: str) -> Any:
-    """None if it stands for nothing else."""
+    """What a text encodes; None if it is just a text."""
     if text.startswith(_ZLIB):
         return _unpacked(text)
     if not text.startswith(_BEGINNINGS):
@@ -65,7 +65,7 @@ def _unpacked(text: str) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of plain values alone: what is unpickled is data, and runs nothing."""
+    """Unpickles plain values only, so it runs nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name}")

@@ -1,13 +1,13 @@
-"""Loads a program and runs the tests of its row on it; what became of them is its last line.
+"""Loads a program and runs the tests of its row on it; its last line of output says the result.
 
-It is a program of the sandbox by itself: it reads a job as JSON from its standard input, imports
-the standard library alone (and pytest, where the tests do), and writes one line to its standard
-output: the mark of the job with how many tests passed of how many, or with the modules that the
-tests need and this interpreter lacks.
+It runs in the sandbox as a program itself. It reads a job as JSON from standard input and imports
+only the standard library (and pytest, if the tests need it). It writes one line to standard output:
+the job's mark with the number of passed tests and of all, or with the modules that the tests need
+and this interpreter lacks.
 
-Invariant: nothing but this file writes to that output, and nothing that the program does early
-(to end, to print, to replace what tests are made of) is a pass. The mark is not in this file, and
-has been read before the program is loaded.
+Invariant: only this file writes to that output, and nothing that the program does early (ending,
+printing, replacing what tests are made of) counts as a pass. The mark is not in this file, and is
+read before the program is loaded.
 """
 
 import importlib
@@ -25,23 +25,24 @@ from types import ModuleType
 from typing import Any
 
 _PROGRAM, _FILE = "solution", "solution.py"
-# What the tests may be made with, beside the functions below.
+# Modules that tests may be made of, besides the functions below.
 _MACHINERY = ("builtins", "unittest", "pytest", "_pytest")
-# Tests set these, too.
+# Tests replace these, too.
 _REPLACEABLE = frozenset({"input", "open", "print", "__import__", "_"})
-# Of pytest, by the modules that they are installed as.
+# Plugins of pytest, by the modules that they are installed as.
 _PLUGINS = {"pytest_asyncio": "asyncio", "pytest_mock": "pytest_mock"}
 Counts = tuple[int, int]  # How many tests passed, of how many.
 Part = tuple[str, ModuleType, Any, dict[str, Any]]
-"""A module, what stands in it (itself or a class), and the functions and classes of that."""
+"""A module's name, the module, an owner (the module or a class in it), and the owner's
+callables."""
 
 
 class _LackError(Exception):
-    """What the tests need is not installed."""
+    """Something that the tests need is not installed."""
 
 
 def main() -> None:
-    """Ends the process."""
+    """Run the job, report its result and end the process."""
     write, leave, every = os.write, os._exit, BaseException
     job: dict[str, Any] = json.loads(sys.stdin.buffer.read())
     report, mark = _take_output(), job.pop("mark")
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def _take_output() -> int:
-    """A descriptor of what was standard output; the program reads and writes nothing."""
+    """Return a descriptor of the real standard output; the program's own streams go nowhere."""
     report, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
@@ -65,7 +66,7 @@ def _take_output() -> int:
 
 
 def is_installed(module: str) -> bool:
-    """Whether this interpreter can import it, as far as can be told without doing so."""
+    """Whether this interpreter can import it, as far as can be told without importing it."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
@@ -73,7 +74,7 @@ def is_installed(module: str) -> bool:
 
 
 def _machinery() -> Iterator[Part]:
-    """What tests are made of."""
+    """Yield what tests are made of."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in _MACHINERY:
             classes = [
@@ -87,7 +88,7 @@ def _machinery() -> Iterator[Part]:
 
 
 def _is_whole(machinery: list[Part]) -> bool:
-    """Whether nothing of it was replaced."""
+    """Whether no part of it was replaced."""
     return all(
         sys.modules.get(name) is module
         and all(vars(owner).get(n) is v for n, v in own.items() if n not in _REPLACEABLE)
@@ -108,19 +109,20 @@ def _run(job: dict[str, Any]) -> Counts:
     if job["by_pytest"]:
         passed, total = _by_pytest(job)
     else:
-        # Scripts may call their tests below this condition; what is called here need not be.
+        # Scripts may call their tests below `if __name__ == "__main__"`; named tests are called
+        # here.
         vars(program)["__name__"] = _PROGRAM if names else "__main__"
         exec(compile(job["tests"], "tests.py", "exec"), vars(program))
         passed, total = _by_unittest(program, names, most) if names else (1, 1)
-    # While it runs, plugins of pytest replace what is its own.
+    # While pytest runs, its plugins replace its own parts.
     if not _is_whole([part for part in machinery if not part[0].startswith("_pytest")]):
         passed = 0
-    # A skip of all tests is no pass.
+    # Skipping all tests is no pass.
     return (passed, total) if total else (0, 1)
 
 
 def _loaded(code: str) -> ModuleType:
-    """The program as the module `solution`, which is the main one, too."""
+    """Load the program as the module `solution`, which is the main module, too."""
     program = ModuleType(_PROGRAM)
     vars(program).update(__file__=os.path.abspath(_FILE), unittest=unittest)
     for name in (_PROGRAM, "__main__"):
@@ -138,7 +140,7 @@ def _by_unittest(program: ModuleType, names: list[str], most: int | None) -> Cou
 
 
 def _cases(owner: Any) -> list[unittest.TestCase]:
-    """Those of a class of tests, or the one that a function is."""
+    """The test cases of a class, or the one that a function is."""
     if not isinstance(owner, type):
         return [unittest.FunctionTestCase(_waited(owner))]
     if issubclass(owner, unittest.TestCase):
@@ -152,14 +154,14 @@ def _waited(function: Callable[[], Any]) -> Callable[[], None]:
     def call() -> None:
         answer = function()
         if inspect.iscoroutine(answer):
-            # It takes longer to import than most tests take.
+            # Importing asyncio takes longer than most tests.
             importlib.import_module("asyncio").run(answer)
 
     return call
 
 
 class _Result(unittest.TestResult):
-    """The ids of the tests that passed, of those of which a part did not, and of those skipped."""
+    """The ids of tests that passed, of tests that failed at least in part, and of skipped tests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +183,7 @@ class _Result(unittest.TestResult):
             self.failed.add(id(test))
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        """What the program itself raises skips nothing."""
+        """A skip that the program itself raises is a failure."""
         trace = sys.exc_info()[2]
         files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)}
         (self.failed if _FILE in files else self.passed_over).add(id(test))
@@ -191,7 +193,7 @@ def _by_pytest(job: dict[str, Any]) -> Counts:
     import pytest
 
     file = Path("test_of_the_row.py")
-    # Tests that import nothing of the program use its names.
+    # Tests may use the program's names without importing them.
     names_of_it = (
         "globals().update({n: v for n, v in vars(__import__('sys').modules"
         f"['{_PROGRAM}']).items() if n[:2] != '__'}})"
@@ -199,7 +201,7 @@ def _by_pytest(job: dict[str, Any]) -> Counts:
     file.write_text(f"{names_of_it}\n{job['tests']}", encoding="utf-8")
     followed = _Followed(set(job["names"]), job["max_tests"])
     options = ["-q", "--capture=sys", "-p", "no:cacheprovider", "--rootdir=.", "-c", os.devnull]
-    # Those that are not needed take longer to import than pytest itself.
+    # Plugins that are not needed take longer to import than pytest itself.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     for module, plugin in _PLUGINS.items():
         options += [f"-p{plugin}"] if module in job["modules"] else []
@@ -211,7 +213,7 @@ def _by_pytest(job: dict[str, Any]) -> Counts:
 
 
 class _Followed:
-    """A plugin of pytest that keeps what became of each test of these names, by its node."""
+    """A plugin of pytest that records the result of each test of these names, by its node."""
 
     def __init__(self, names: set[str], most: int | None) -> None:
         self._names = names

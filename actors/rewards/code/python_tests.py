@@ -1,14 +1,14 @@
-"""Tests that are Python: what they consist of, and what it takes to run them.
+"""Tests that are Python code: what they consist of, and what they need to run.
 
     class TestCases(unittest.TestCase)    every test method is a test
-    def test_...(), class Test...         every function and method is one; pytest runs them where
-                                          the text imports it, or they need fixtures or a set-up
-    def check(candidate)                  one test, called with the function of the row
-    anything else                         one test: it raises where the program is wrong
+    def test_...(), class Test...         every function and method is one; pytest runs them if the
+                                          text imports it, or if they need fixtures or a set-up
+    def check(candidate)                  one test, called with the row's function
+    anything else                         one test: it raises if the program is wrong
 
-Invariant: what is read here can tell programs apart, as far as its text shows: it runs an
-assertion, a raise or a call, and names something that it does not define itself.
-The syntax tells it, without running anything.
+Invariant: a test that is read here can tell programs apart, as far as its text shows: it runs an
+assertion, a raise or a call, and names something that it does not define itself. Only the syntax is
+examined; nothing is run.
 """
 
 import ast
@@ -22,7 +22,7 @@ from functools import lru_cache
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 CAN_FAIL = (ast.Assert, ast.Raise, ast.Call)
-"""What ends a test that is not passed."""
+"""What can make a test fail."""
 _SET_UP = frozenset(
     f"{when}_{what}"
     for when in ("setup", "teardown")
@@ -31,13 +31,14 @@ _SET_UP = frozenset(
 
 
 def parsed(code: str) -> ast.Module:
-    """A ValueError, as a sentence about "it", if it is no Python."""
+    """Parse code. Raises ValueError, a sentence about "it", if it is no Python."""
     with _read_as_python():
         return ast.parse(code)
 
 
 def beginning(code: str) -> ast.Module | None:
-    """Of a program, which may end with the head of a function; None if it is no Python."""
+    """Parse the beginning of a program, which may end with a function's head; None if it is no
+    Python."""
     for ending in ("", "\n    pass", "\n        pass"):
         with suppress(ValueError):
             return parsed(code.rstrip() + ending)
@@ -61,7 +62,7 @@ def functions(nodes: Iterable[ast.AST]) -> list[Function]:
 
 
 def run_at_once(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """What is run by itself, other than what stands in functions and classes."""
+    """Yield the nodes that run when the module does: not those inside functions and classes."""
     waiting = list(statements)
     while waiting:
         node = waiting.pop()
@@ -72,13 +73,13 @@ def run_at_once(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _is_display(node: ast.AST) -> bool:
-    """Whether it is a statement of a value alone, such as the text of a record."""
+    """Whether it is a statement that only states a value, such as a docstring."""
     running = ast.Call | ast.Await | ast.ListComp | ast.SetComp | ast.BoolOp | ast.IfExp
     return isinstance(node, ast.Expr) and not isinstance(node.value, running)
 
 
 def callee(node: ast.AST) -> str:
-    """The name of the function that is called, without what it is an attribute of."""
+    """The name of the called function, without its owner; "" if the node is no call."""
     match node:
         case ast.Call(func=ast.Name(id=name)) | ast.Call(func=ast.Attribute(attr=name)):
             return name
@@ -86,13 +87,14 @@ def callee(node: ast.AST) -> str:
 
 
 def called_in_assertion(node: ast.AST) -> Iterator[str]:
-    """The functions whose results an assertion looks at; none if the node is none."""
+    """Yield the functions whose results an assertion checks; nothing if the node is no
+    assertion."""
     if isinstance(node, ast.Assert) or callee(node).lower().startswith("assert"):
         yield from map(callee, ast.walk(node))
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Packages, as they are imported."""
+    """Yield the names of imported packages."""
     for node in nodes:
         match node:
             case ast.Import(names=names):
@@ -102,7 +104,7 @@ def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def free_names(code: str) -> set[str]:
-    """What it reads of the module's names without defining it. A ValueError, as a sentence about
+    """The global names that code reads without defining them. Raises ValueError, a sentence about
     "it", if it is no Python."""
     with _read_as_python():
         module = symtable.symtable(code, "tests.py", "exec")
@@ -120,7 +122,7 @@ def free_names(code: str) -> set[str]:
 
 
 def needed(function: Function) -> list[str]:
-    """Its arguments that have no default, but for `self` and `cls`."""
+    """The function's arguments without a default, except `self` and `cls`."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     positional = positional[: len(positional) - len(arguments.defaults)]
@@ -130,14 +132,14 @@ def needed(function: Function) -> list[str]:
 
 
 def needs_pytest(found: list[Function]) -> bool:
-    """Whether there are fixtures or a set-up, as pytest knows them."""
+    """Whether there are fixtures or set-up functions of pytest's kind."""
     return any(
         node.name in _SET_UP or (node.name.startswith("test") and needed(node)) for node in found
     )
 
 
 def is_used(check: Function) -> bool:
-    """Whether it fails by what it is given."""
+    """Whether the check uses its argument and can fail."""
     (given,) = needed(check)
     nodes = [node for statement in check.body for node in ast.walk(statement)]
     is_read = any(isinstance(node, ast.Name) and node.id == given for node in nodes)
@@ -145,7 +147,7 @@ def is_used(check: Function) -> bool:
 
 
 def bases(node: ast.ClassDef) -> list[str]:
-    """The names of the classes that it is derived from, without their packages."""
+    """The names of its base classes, without their packages."""
     return [ast.unparse(base).rpartition(".")[2] for base in node.bases]
 
 
@@ -157,7 +159,7 @@ def runs_all(statement: ast.stmt) -> bool:
 
 
 def without(code: str, statements: Iterable[ast.stmt]) -> str:
-    """The code with empty lines in place of the statements."""
+    """The code with the statements replaced by empty lines."""
     lines = code.splitlines()
     for statement in statements:
         end = statement.end_lineno or statement.lineno
@@ -166,22 +168,22 @@ def without(code: str, statements: Iterable[ast.stmt]) -> str:
 
 
 PROGRAM_MODULES = frozenset({"solution", "__main__"})
-"""What tests import the program as."""
-# By these, a text may come to the program without its name.
+"""The module names under which tests import the program."""
+# With these, a test may reach the program without naming it.
 _LOOK_UPS = frozenset({"exec", "eval", "globals", "getattr", "__import__", "compile"})
 
 
 @dataclass(frozen=True)
 class PythonTest:
-    """Code that is run after the program."""
+    """Test code that is run after the program."""
 
     code: str
     names: tuple[str, ...] = ()
-    """Its classes and functions that are tests; without any, the whole code is one."""
+    """Its classes and functions that are tests; without any, the whole code is one test."""
     num_tests: int = 1
-    """As far as its text tells."""
+    """The number of tests, as far as the text tells."""
     modules: tuple[str, ...] = ()
-    """What has to be installed where it runs."""
+    """Modules that must be installed where it runs."""
     by_pytest: bool = False
     header: str = ""
     """Code before the program."""
@@ -191,7 +193,7 @@ class PythonTest:
 def python_test(code: str, entry_point: str = "") -> PythonTest:
     """
     Args:
-        entry_point: what `check` is called with: a function, or a method as `Solution().add`.
+        entry_point: what `check` is called with: a function, or a method such as `Solution().add`.
 
     Raises:
         ValueError: it tests nothing, as a sentence about "it".
@@ -220,7 +222,7 @@ def python_test(code: str, entry_point: str = "") -> PythonTest:
 
 
 def defined_functions(code: str) -> list[str]:
-    """What may be called of a program, or of its beginning: functions, or methods of `Solution`.
+    """The public functions, and methods of `Solution`, that a program or its beginning defines.
 
     >>> defined_functions("class Solution:\\n    def add(self, a, b):")
     ['Solution().add']
@@ -236,13 +238,13 @@ def defined_functions(code: str) -> list[str]:
 
 
 class _Text:
-    """Code of tests, taken apart."""
+    """Test code, taken apart."""
 
     def __init__(self, code: str) -> None:
         self.code = code
         self.tree = parsed(code)
         self.run_at_once = list(run_at_once(self.tree.body))
-        # What it imports unconditionally, but for the program.
+        # Modules that it imports unconditionally, except the program.
         self.modules = tuple(sorted(set(imported(self.tree.body)) - PROGRAM_MODULES))
         self._called = frozenset(map(callee, self.run_at_once))
         self._functions = functions(self.tree.body)
@@ -259,7 +261,7 @@ class _Text:
 
     @property
     def entry_point(self) -> str:
-        """What its record METADATA names, if it does."""
+        """The entry point that its record METADATA names; "" without one."""
         for node in self.tree.body:
             match node:
                 case ast.Assign(targets=[ast.Name(id="METADATA")], value=ast.Dict() as record):
@@ -271,7 +273,8 @@ class _Text:
 
     @property
     def suite(self) -> PythonTest | None:
-        """Its test classes and functions, unless there are none that it does not call itself."""
+        """Its test classes and functions; None if there are none, or only functions that it calls
+        itself."""
         tests = {node.name: node for node in self._functions if node.name.startswith("test")}
         suites = {name: found for name in self._classes if (found := self._tests_of(name))}
         if not suites and tests.keys() <= self._called:
@@ -297,7 +300,7 @@ class _Text:
         if PROGRAM_MODULES & set(imported(ast.walk(self.tree))):
             return True
         free = free_names(self.code)
-        # A program may have the name of a built-in function; then what is asserted is its result.
+        # A program may be named like a built-in function; then an assertion checks its result.
         asserted = {name for node in ast.walk(self.tree) for name in called_in_assertion(node)}
         named = free - set(dir(builtins)) - {"unittest", "pytest"}
         named |= free & (asserted | _LOOK_UPS)
@@ -312,7 +315,7 @@ class _Text:
         )
 
     def _tests_of(self, name: str) -> list[Function]:
-        """The test methods of a class of tests, those of its bases included."""
+        """The test methods of a test class, including those of its direct bases."""
         if not (name.startswith("Test") or self._is_case(name)):
             return []
         found = (self._classes.get(base) for base in bases(self._classes[name]))

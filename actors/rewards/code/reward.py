@@ -3,9 +3,9 @@
 Invariant: code that fails, hangs or attacks scores 0; a row without tests, tests that cannot be
 run, or a sandbox that does not answer fails the group.
 
-`program_of`: the program that runs a test on a solution; `outcome_of`: whether what it printed
-passes. What a function should return and a program should print is compared here and is not part
-of the program, so that a solution cannot read it.
+`program_of` makes the program that runs a test on a solution; `outcome_of` decides whether what it
+printed passes. Expected results are compared here and are not part of the program, so a solution
+cannot read them.
 """
 
 import ast
@@ -40,13 +40,13 @@ from streamrl.placement.hosts import num_cores
 PRELUDE = (
     "import bisect, collections, functools, heapq, itertools, json, math, operator, random, re, "
     "string, sys\n"
-    # A number of any length is printed, as before Python 3.11.
+    # Numbers of any length can be printed, as before Python 3.11.
     "sys.set_int_max_str_digits(0)\n"
     "from collections import *\nfrom functools import *\nfrom heapq import *\n"
     "from itertools import *\nfrom math import inf\nfrom typing import *\n"
 )
-"""What solutions in the style of LeetCode use without importing it."""
-# What programs do below `if __name__ == "__main__"` would read the arguments.
+"""What LeetCode-style solutions use without importing it."""
+# Code below `if __name__ == "__main__"` would read the arguments from standard input.
 _UNCALLED = '__name__ = "solution"; sys.modules[__name__] = sys.modules["__main__"]\n'
 _CALL = """
 def _call_of_the_test():
@@ -54,7 +54,7 @@ def _call_of_the_test():
     name, arguments = json.loads(sys.stdin.read())
     owner = globals().get("Solution")
     function = getattr(owner(), name) if hasattr(owner, name) else globals()[name]
-    # Numbers and arrays of numpy.
+    # The default is for numbers and arrays of numpy.
     result = json.dumps(function(*arguments), default=lambda value: value.tolist())
     print("\\n{mark}" + result)
 _call_of_the_test()
@@ -62,14 +62,14 @@ _call_of_the_test()
 _SPACE = re.compile(r"\s+")
 _WHOLE = re.compile(r"[-+]?\d+")
 _NEAR = 1e-6
-# Of what `int` reads.
+# The most digits that `int` reads.
 _MAX_DIGITS = 4300
 _HARNESS = Path(__file__).with_name("harness.py").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Program:
-    """Code, what it reads, and the mark before its result, if it has one."""
+    """Code, its standard input, and the mark before its result ("" if it has none)."""
 
     code: str
     stdin: str = ""
@@ -78,20 +78,20 @@ class Program:
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """How many tests passed, of how many; or what the interpreter lacks to run them."""
+    """How many of how many tests passed, or the modules that the interpreter lacks to run them."""
 
     num_passed: int
     num_tests: int = 1
     missing: tuple[str, ...] = ()
 
 
-# A program may print the marks.
+# Tags in quotes do not count: a program may print them.
 _ANSWER = re.compile(r"(?<!['\"])<answer>(.*?)(?:(?<!['\"])</answer>|\Z)", re.DOTALL)
 
 
 def solution_of(response: str, language: str = "python") -> str:
-    """The last block of code in the response, of those that name the language if there are any; or
-    all of its <answer>, or of it.
+    """The last code block of the response (the last that names the language, if any does); without
+    a block, its last <answer>, or else all of it.
 
     >>> solution_of("So:\\n```py\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```")
     'print(1)\\n'
@@ -105,18 +105,19 @@ def solution_of(response: str, language: str = "python") -> str:
 
 
 def _names(word: str, language: str) -> bool:
-    """py, python and python3 are one."""
+    """Whether a block names the language; py, python and python3 are the same."""
     return bool(word) and (word.startswith(language) or language.startswith(word))
 
 
 def program_of(
     solution: str, test: Test, mark: str, header: str = "", max_tests: int | None = None
 ) -> Program:
-    """Of tests of one kind with one mark the code is the same.
+    """Make the program of a test. Output and call tests of one solution with one mark share their
+    code.
 
     Args:
-        header: of a function whose body the solution may be.
-        max_tests: how many to run of several in one text; None: all.
+        header: the head of a function whose body the solution may be.
+        max_tests: how many tests of one text to run; None: all.
     """
     match test:
         case ProgramTest():
@@ -141,7 +142,7 @@ def program_of(
 
 @lru_cache(maxsize=64)
 def _whole(code: str, prelude: str = PRELUDE) -> str:
-    """The code behind our imports; what it imports from `__future__` stands before them."""
+    """The code after our imports; its imports from `__future__` are moved before them."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -151,7 +152,7 @@ def _whole(code: str, prelude: str = PRELUDE) -> str:
         written = ast.get_source_segment(code, statement) or ""
         places = (found.start() for found in re.finditer(re.escape(written), code))
         start = next(p for p in places if code.count("\n", 0, p) == statement.lineno - 1)
-        # As many lines, so that those of other statements stay.
+        # As many lines as before, so that other statements keep their line numbers.
         blank = "pass" + "\n" * written.count("\n")
         code = code[:start] + blank + code[start + len(written) :]
     names = ", ".join(alias.name for statement in future for alias in statement.names)
@@ -159,10 +160,10 @@ def _whole(code: str, prelude: str = PRELUDE) -> str:
 
 
 def outcome_of(test: Test, program: Program, stdout: str | None) -> ProgramOutcome:
-    """What became of a test.
+    """Decide the outcome of a test.
 
     Args:
-        stdout: of the program; None unless it ended with success.
+        stdout: what the program printed; None unless it ended with success.
     """
     _, mark, said = (stdout or "").rpartition(f"\n{program.mark}")
     match test:
@@ -182,18 +183,18 @@ def outcome_of(test: Test, program: Program, stdout: str | None) -> ProgramOutco
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Line by line, but for white space at the ends; numbers by their value."""
+    """Compare line by line, without white space at the ends; numbers are compared by value."""
     given, wanted = _lines(printed), _lines(expected)
     return len(given) == len(wanted) and all(map(_same_line, given, wanted))
 
 
 def same_value(given: Any, expected: Any) -> bool:
-    """APPS puts what a function returns into a list of one."""
+    """Whether a function's result is the expected one, which APPS puts into a list of one."""
     return _is_near(given, expected) or _is_near([given], expected)
 
 
 def _is_near(given: Any, expected: Any) -> bool:
-    """Equal, a float to a millionth, or one of it."""
+    """Whether values are equal; floats to a millionth, absolute or relative."""
     match given, expected:
         case [*first], [*second]:
             return len(first) == len(second) and all(map(_is_near, first, second))
@@ -212,7 +213,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _same_line(given: str, wanted: str) -> bool:
-    """Of a line with text, the white space counts, too."""
+    """Compare words; if the line contains text, its white space counts, too."""
     first, second = given.split(), wanted.split()
     if len(first) != len(second) or not all(map(_same_word, first, second)):
         return False
@@ -220,8 +221,8 @@ def _same_line(given: str, wanted: str) -> bool:
 
 
 def _same_word(given: str, wanted: str) -> bool:
-    """Whole numbers by their value, others to a millionth, or one of it, as judges of contests have
-    it; yes and no in any case, all else as text."""
+    """Compare whole numbers by value, other numbers to a millionth (absolute or relative), as
+    contest judges do, yes and no in any case, and everything else as text."""
     if given == wanted or given.casefold() == wanted.casefold() in ("yes", "no"):
         return True
     first, second = _number(given), _number(wanted)
@@ -237,7 +238,7 @@ def _number(word: str) -> Decimal | None:
         number = Decimal(word)
     except InvalidOperation:
         return None
-    # Others are too large for the difference of two.
+    # The difference of larger or smaller numbers cannot be computed.
     return number if number.is_finite() and abs(number.adjusted()) < 10_000 else None
 
 
@@ -249,29 +250,30 @@ def _json(text: str) -> Any:
 
 
 def _integer(digits: str) -> int | Decimal:
-    """Also of more digits than `int` reads."""
+    """A whole number, also with more digits than `int` reads."""
     return int(digits) if len(digits) < _MAX_DIGITS else Decimal(digits)
 
 
 Run = Callable[[Sequence[Program]], Awaitable[Sequence[str | None]]]
-"""What the first of these programs printed, which have one code: of as many as ran, at least one;
-None of one that did not end with success."""
+"""Runs some of these programs, which share their code: at least the first one. Returns what each
+printed, None for one that did not end with success."""
 _CASES = Path(__file__).with_name("cases.py").read_text(encoding="utf-8")
-# After so long the outputs that are there are compared, so that wrong programs end early.
+# After this time the outputs so far are compared, so that wrong programs end early.
 _BUDGET_S, _START_S = 1.0, 10.0
 _MOST_INPUT = 2**22
 
 
 class TestSettings(Section):
-    """Which tests there are, and what passing some of them is worth."""
+    """Which tests are run, and what passing some of them is worth."""
 
     tests_key: str = ""
-    """Column of the tests; empty: those that hold tests in the data sets of the manual, as far as a
-    row has them, else its answer."""
+    """Column of the tests. If empty: the columns that hold tests in the data sets of the manual, as
+    far as a row has them, else its answer."""
     max_tests: Positive | None = None
-    """Use the first ones only."""
+    """Run only the first tests, this many at most."""
     partial: bool = False
-    """The reward is the share of tests that pass, skipped ones apart; else 1 if all do."""
+    """The reward is the share of tests that pass, not counting skipped ones; if false, it is 1 if
+    all pass, else 0."""
 
 
 class Code:
@@ -279,13 +281,13 @@ class Code:
 
     class Settings(TestSettings):
         time_s: Seconds = 10.0
-        """Of a test, or of the tests of one text."""
+        """Time limit for a test, or for all tests of one text."""
         memory_bytes: Positive = 512 * 2**20
-        """Of their processes together."""
+        """Memory limit for the processes of a program together."""
         num_programs: Positive | None = None
-        """Programs at a time. Null: the cores of the machine."""
+        """Programs that run at a time. Null: the number of the machine's cores."""
         isolation: IsolationChoice = "auto"
-        """How programs are kept apart; `none`: not, where the machine cannot."""
+        """How programs are isolated; `none` runs them without isolation."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -297,11 +299,11 @@ class Code:
         )
 
     async def score(self, episode: Episode) -> float:
-        """Waits for the tests."""
+        """Score an episode. Waits for the tests."""
         return await _share(episode, self._settings, self._run)
 
     async def _run(self, programs: Sequence[Program]) -> Sequence[str | None]:
-        """Several in one sandbox, where that may start processes."""
+        """Run several programs in one sandbox, if it may start processes; else only the first."""
         fitting = _fitting(programs)
         isolation = await asyncio.to_thread(choose, self._settings.isolation)
         if len(fitting) > 1 and isolation == "namespaces":
@@ -323,7 +325,7 @@ class Code:
         together = replace(
             limits,
             time_s=limits.time_s + _BUDGET_S + _START_S,
-            # An escaped character has six bytes.
+            # An escaped character takes six bytes.
             output_bytes=6 * len(programs) * limits.output_bytes,
         )
         result = await self._sandbox.run(_CASES, stdin=json.dumps(job), limits=together)
@@ -333,13 +335,13 @@ class Code:
 
 
 def _fitting(programs: Sequence[Program]) -> Sequence[Program]:
-    """The first of them, whose inputs take little of the memory that each has; at least one."""
+    """The first programs, as many as have inputs small enough for their memory; at least one."""
     sizes = accumulate(len(program.stdin) for program in programs)
     return programs[: max(1, sum(size <= _MOST_INPUT for size in sizes))]
 
 
 class RunResult(Struct, frozen=True):
-    """Of a compilation or a run."""
+    """The result of a run."""
 
     status: str = ""
     return_code: int | None = None
@@ -359,7 +361,7 @@ class SandboxFusion:
 
     class Settings(TestSettings, ServiceSettings):
         language: str = "python"
-        """As the service names it. Tests of functions and assertions are Python."""
+        """The language, as the service names it. Tests by functions and assertions need Python."""
         compile_timeout_s: Seconds = 10.0
         """Time to compile a program."""
         run_timeout_s: Seconds = 10.0
@@ -371,7 +373,7 @@ class SandboxFusion:
         self._service = Service(settings.model_copy(update={"url": url}))
 
     async def score(self, episode: Episode) -> float:
-        """Waits for the answers to the tests, one after the other."""
+        """Score an episode. Waits for the service to run one test after the other."""
         return await _share(episode, self._settings, self._run)
 
     async def _run(self, programs: Sequence[Program]) -> Sequence[str | None]:
@@ -396,10 +398,11 @@ class SandboxFusion:
 
 
 async def _share(episode: Episode, settings: TestSettings, run: Run) -> float:
-    """Waits for one test after the other, until the first failure unless the share counts.
+    """The share of passed tests, or 1 or 0. Waits for one test after the other; stops at the first
+    failure unless the share counts.
 
     Raises:
-        FinalError: the row has no tests, or they cannot be run where programs are.
+        FinalError: the row has no tests, or they cannot run where programs run.
         RolloutError: the sandbox does not answer.
     """
     language = getattr(settings, "language", "python")
@@ -424,15 +427,15 @@ async def _share(episode: Episode, settings: TestSettings, run: Run) -> float:
 
 
 def _batches(tests: Sequence[Test]) -> Iterator[Sequence[Test]]:
-    """Tests side by side that are one code with several inputs; a test in Python alone, since it
-    may be several and has a mark that no other process may have."""
+    """Batches of adjacent tests that are one code with several inputs. A Python test is its own
+    batch, since it may be several tests, and no other process may know its mark."""
     for kind, found in groupby(tests, type):
         batch = list(found)
         yield from ([test] for test in batch) if kind is PythonTest else [batch]
 
 
 def check_tests(settings: TestSettings, prompt: Prompt, *, is_local: bool) -> None:
-    """Whether the row has tests, and tests that this machine can run if they run here.
+    """Check that the row has tests and, if they run on this machine, that it can run them.
 
     Raises:
         FinalError: no program could be scored.
@@ -454,7 +457,7 @@ def _tests(settings: TestSettings, prompt: Prompt) -> list[Test]:
 
 
 def not_installed(prompt: Prompt, modules: Sequence[str]) -> str:
-    """The sentence about what tests need and the interpreter lacks."""
+    """The error message about modules that tests need and the interpreter lacks."""
     names = " and ".join(modules)
     why = "; fixtures, parametrize and set-up functions need pytest" if "pytest" in modules else ""
     return (

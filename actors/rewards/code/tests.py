@@ -1,4 +1,4 @@
-"""The unit tests of a row, in the forms that data sets have; each may be text of itself.
+"""The unit tests of a row, in the forms of known data sets; each form may also be encoded as text.
 
     {"inputs": [...], "outputs": [...], "fn_name": NAME}    APPS, TACO, PRIME, verl; rStar-Coder
     [{"input", "output", "testtype" or "type"}, ...]        LiveCodeBench, DeepCoder, open-r1
@@ -8,10 +8,11 @@
     "class TestCases(unittest.TestCase): ..."               BigCodeBench
     "def test_...(): ..."                                   KodCode
     "def check(candidate): ..."                             HumanEval (`test` with `entry_point`)
-    "assert ..."                                            any code that raises where it fails
+    "assert ..."                                            any code that raises on failure
 
-With a function's name, inputs are its arguments; without one, what a program reads and writes.
-Invariant: of what is read here, a program can pass or fail; anything else is a FinalError.
+With a function's name, inputs are its arguments; without one, inputs and outputs are what a program
+reads and writes. Invariant: a program can pass or fail every test read here; anything else is a
+FinalError.
 """
 
 import json
@@ -48,14 +49,14 @@ _shown = reprlib.Repr()
 _shown.maxstring = 80
 # No column has this name.
 _PROMPTS = "the texts of the prompt"
-# In a record: of these, the first that it has.
+# The first of these that a record has is read.
 _NESTED = ("assert_case", "functional", "pytest", "test_code", "test_cases", "tests")
 _FUNCTION = ("entry_point", "fn_name", "func_name", "function_name")
 
 
 @dataclass(frozen=True)
 class ProgramTest:
-    """What a program prints for what it reads."""
+    """What a program should print for its standard input."""
 
     stdin: str
     expected: str
@@ -63,7 +64,7 @@ class ProgramTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """What a function returns for these arguments; JSON values."""
+    """What a function should return for these arguments; JSON values."""
 
     function: str
     arguments: Sequence[Any]
@@ -74,7 +75,7 @@ Test = ProgramTest | CallTest | PythonTest
 
 
 class _UnreadableError(ValueError):
-    """What a column was, and why it holds no test."""
+    """Says what a column was, and why it contains no test."""
 
     def __init__(self, place: str, value: Any, reason: object) -> None:
         super().__init__(f"{place} was {_shown.repr(value)}: {reason}")
@@ -103,7 +104,7 @@ def read_tests(prompt: Prompt, column: str = "") -> list[Test]:
     """The tests of the prompt's row.
 
     Raises:
-        FinalError: it has none, or something in their place that tests nothing.
+        FinalError: it has none, or what stands in their place tests nothing.
     """
     try:
         values = _values(prompt, column)
@@ -119,7 +120,7 @@ def read_tests(prompt: Prompt, column: str = "") -> list[Test]:
 
 
 def _values(prompt: Prompt, column: str) -> list[tuple[str, Any]]:
-    """The columns of tests, with what they hold."""
+    """The columns of tests, with their values."""
     row = prompt.row
     if column:
         if column not in row:
@@ -140,7 +141,7 @@ def _is_given(value: Any) -> bool:
 def _read(
     place: str, value: Any, given: Mapping[str, Any], *, is_item: bool = False
 ) -> Iterator[Test]:
-    """An item of a list may be a case."""
+    """Yield the tests of a value; an item of a list may be a case."""
     value = decoded(value)
     try:
         if isinstance(value, str):
@@ -198,7 +199,7 @@ def _case(item: Mapping[str, Any], given: Mapping[str, Any]) -> Test:
 
 def _pair(function: str | None, given: Any, expected: Any) -> Test:
     if function and isinstance(given, str):
-        # One JSON value a line.
+        # One JSON value per line.
         arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
         return CallTest(function, arguments, json.loads(expected))
     if function:
@@ -209,7 +210,7 @@ def _pair(function: str | None, given: Any, expected: Any) -> Test:
 
 
 def _python(code: str, given: Mapping[str, Any]) -> PythonTest:
-    """With what MBPP and others have in other columns."""
+    """A test in Python, with the imports and set-up that MBPP and others keep in other columns."""
     imports = decoded(given.get("test_imports") or [])
     lines = imports if isinstance(imports, list | tuple) else [imports]
     setup = given.get("test_setup_code") or given.get("test_setup") or ""
@@ -219,7 +220,7 @@ def _python(code: str, given: Mapping[str, Any]) -> PythonTest:
 
 
 def _entry_point(given: Mapping[str, Any]) -> str:
-    """What the row says is tested; else the one function that its prompt begins or shows."""
+    """The tested function by the row's columns; else the only function that its prompt defines."""
     info = decoded(given.get("test_info"))
     infos = info if isinstance(info, list) and len(info) == 1 else []
     for record in (given, _metadata(given), *infos):

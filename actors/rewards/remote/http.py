@@ -1,7 +1,7 @@
-"""Services behind a URL: requests of a reward to one, and the reward `http`, which posts episodes,
-all siblings of a prompt in one request.
+"""Services behind a URL: how rewards send requests to one, and the reward `http`, which posts all
+siblings of a prompt in one request.
 
-Invariant: a service that stays away fails its groups, named.
+Invariant: if a service does not answer, its groups fail with an error that names it.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 
 class ServiceSettings(Section):
-    """Where a service is."""
+    """Address and key of a service."""
 
     url: str
     """Address of the service."""
     api_key_env: str | None = None
-    """Name of the environment variable that has its key."""
+    """Name of the environment variable with its key."""
 
 
 class Service:
-    """One service. Time-outs are those of the reward's calls."""
+    """A client of one service. The limits of the reward's calls set its time-out."""
 
     def __init__(self, settings: ServiceSettings, timeout_s: float = 86_400.0) -> None:
         url = settings.url
@@ -43,10 +43,10 @@ class Service:
     async def post(
         self, path: str, body: Any, answer: type[T], max_bytes: int = MAX_ANSWER_BYTES
     ) -> T:
-        """The decoded answer. Waits for it.
+        """Post a request and return the decoded answer. Waits for it.
 
         Raises:
-            FinalError: the service refuses the request, and would again.
+            FinalError: the service refuses the request, and would do so again.
             RolloutError: it does not answer, or is busy.
         """
         try:
@@ -59,7 +59,7 @@ class Service:
 
 
 class ServiceAnswer(msgspec.Struct, frozen=True):
-    """One reward for each episode, and further numbers for each, if there are any."""
+    """One reward for each episode, and optionally further numbers for each."""
 
     rewards: list[float]
     metrics: list[dict[str, float]] = []

@@ -1,7 +1,7 @@
 """The reward `judge`: a language model behind the OpenAI API reads the response and scores it.
 
-Invariant: a score outside the scale, or none, is no reward: the judge is asked again, and in the
-end the group fails.
+Invariant: a missing score, or one outside the scale, is no reward: the judge is asked again, and
+after the last retry the group fails.
 """
 
 import re
@@ -71,24 +71,25 @@ class Judge:
         """The model, as the service names it."""
         prompt: Annotated[str, Field(min_length=1)] = PROMPT
         """What the judge reads, or a file of it that ends in .txt or .md. `{prompt}`, `{response}`,
-        `{answer}`, `{conversation}` and the names of columns in braces are replaced."""
+        `{answer}`, `{conversation}` and column names in braces are replaced."""
         system: str = ""
-        """System message, if there is one."""
+        """System message; empty for none."""
         score_pattern: Annotated[str, AfterValidator(_pattern)] = (
             r"(?i)\b(?:score|rating)\b(?:\W{0,4}[(\[]\s*\d+\s*(?:\W|to|out of)\s*\d+\s*[)\]])?"
             r"(?:\s+is\b)?\W{0,9}?(?:\\boxed\{)?"
             r"(-?(?:\d+(?:\.\d+)?|(?<![.\d])\.\d+)(?:e[-+]?\d+)?)(?![\d.,]*\d| ?(?:-|to) ?\d|e-?\d)"
         )
-        """Regular expression with one group, the number; the last match counts, and one at the
-        beginning of a line before others. The default reads "Score: 7", "Score (0-10): 7",
-        "Rating: [[7]]" and JSON such as {"score": 7}. A score out of another number than the upper
-        end of the scale is none."""
+        """Regular expression with one group, the number. The last match at the beginning of a line
+        counts, else the last match. The default reads "Score: 7", "Score (0-10): 7", "Rating:
+        [[7]]" and JSON such as {"score": 7}. A score "out of" a number other than the upper end of
+        the scale does not count."""
         scale: tuple[float, float] = (0.0, 10.0)
-        """Scores that become the rewards 0 and 1."""
+        """The scores that become the rewards 0 and 1."""
         temperature: Annotated[float, Field(ge=0)] | None = 0.0
-        """Of the judge; null leaves it to the service, as models that think ask for."""
+        """Sampling temperature of the judge; null leaves it to the service, as reasoning models
+        require."""
         max_tokens: Positive | None = 1024
-        """Of the judge's answer; null leaves it to the service."""
+        """Limit of the judge's answer; null leaves it to the service."""
         extra_body: dict[str, Any] = Field(default_factory=dict)
         """Further fields of the request."""
 
@@ -103,7 +104,8 @@ class Judge:
             self._prompt = read_text(Path(settings.prompt), "prompt")
 
     async def score(self, episode: Episode) -> float:
-        """Waits for the judge. A RolloutError if it does not answer, or gives no score."""
+        """Score an episode. Waits for the judge. Raises RolloutError if it does not answer or gives
+        no score."""
         settings = self._settings
         system = [{"role": "system", "content": settings.system}] if settings.system else []
         question = {"role": "user", "content": filled(self._prompt, episode)}
@@ -121,7 +123,7 @@ class Judge:
     def _reward(self, text: str) -> float:
         low, high = self._settings.scale
         matches = list(re.finditer(self._settings.score_pattern, text))
-        # But for marks such as those of emphasis.
+        # Marks such as those of emphasis may precede it on the line.
         begins = [m for m in matches if not re.search(r"\w", text[: m.start()].rpartition("\n")[2])]
         found = (begins or matches)[-1:]
         try:
@@ -138,7 +140,7 @@ class Judge:
 
 
 def filled(template: str, episode: Episode) -> str:
-    """The template with what the names in braces stand for; other braces stay."""
+    """The template with the names in braces replaced by their values; other braces stay."""
     values: Mapping[str, Any] = {
         **episode.prompt.row,
         "prompt": _text(episode.prompt.content),

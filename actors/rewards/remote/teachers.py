@@ -3,16 +3,17 @@
     vLLM     POST /v1/completions with `prompt_logprobs`: of each token of the prompt, by its id
     SGLang   POST /generate with `return_logprob` and `logprob_start_len`: (log-probability, id)
 
-and, under `algorithm.distillation.top_k`, of the likeliest at each place. A trajectory is the
-prompt of a request, which asks for as few new tokens as the engine allows; both engines answer at
-temperature 1 and over the whole vocabulary.
+and, with `algorithm.distillation.top_k`, those of the likeliest tokens at each place. A trajectory
+is sent as the prompt of a request that asks for as few new tokens as the engine allows. Both
+engines answer at temperature 1 and over the whole vocabulary.
 
-Invariant: what is recorded is of the very tokens that were sampled: an answer with other ids, or of
-another length, or without a finite number, is none. A request that fails, is late or is answered so
-is made again; in the end the group fails with the reason, as where a reward does not score it.
+Invariant: recorded log-probabilities belong to the very tokens that were sampled: an answer with
+other ids, of another length, or without a finite number is refused. A request that fails, is late
+or gets such an answer is made again; after the last retry the group fails with the reason, as if a
+reward had not scored it.
 
-Before the first request an engine decodes a sample of the policy's token ids. If it makes another
-text of them its model has another tokenizer, and the generator ends.
+Before the first request an engine decodes a sample of the policy's token ids. If the text is
+another one, its model has another tokenizer, and the generator ends.
 """
 
 import asyncio
@@ -38,12 +39,12 @@ from streamrl.types.ranges import TokenId
 log = logging.getLogger(__name__)
 
 SETTING = "algorithm.distillation.teachers"
-# The first is vLLM's for minus infinity, which JSON has not.
+# The first is what vLLM sends for minus infinity, which JSON lacks.
 _MINUS_INFINITY, _ABOVE_ROUNDING = -9999.0, 0.1
-# Of an answer's JSON, at most: vLLM says the text of each token, too.
+# Upper bound of a log-probability's JSON: vLLM also sends the text of each token.
 _LOGPROB_BYTES = 256
 NUM_COMPARED = 512
-"""Token ids of the policy, evenly over its vocabulary, that an engine decodes."""
+"""Token ids of the policy that an engine decodes, spread evenly over the vocabulary."""
 
 
 class VllmLogprob(Struct, frozen=True):
@@ -51,7 +52,7 @@ class VllmLogprob(Struct, frozen=True):
 
 
 class VllmChoice(Struct, frozen=True):
-    """`prompt_logprobs` [N]: of each token by its id; None for the first one."""
+    """`prompt_logprobs` [N]: for each token log-probabilities by id; None for the first token."""
 
     prompt_logprobs: list[dict[TokenId, VllmLogprob] | None] | None = None
 
@@ -64,7 +65,7 @@ class VllmAnswer(Struct, frozen=True):
 
 class SglangMeta(Struct, frozen=True):
     """`input_token_logprobs`: [log-probability, id, text] from `logprob_start_len` on; the first
-    has no log-probability. `input_top_logprobs`: at each place as many as were asked for."""
+    has no log-probability. `input_top_logprobs`: at each place, as many as were asked for."""
 
     input_token_logprobs: list[tuple[float | None, TokenId, str | None]] = []
     input_top_logprobs: list[list[tuple[float, TokenId, str | None]] | None] | None = None
@@ -84,18 +85,20 @@ class DecodedTokens(Struct, frozen=True):
 
 
 class Scored(NamedTuple):
-    """Of the response tokens of a trajectory, in nats."""
+    """Log-probabilities of a trajectory's response tokens, in nats, and of the likeliest tokens
+    there."""
 
     logprobs: NDArray[np.float32]
     likeliest: TopLogprobs | None
 
 
 Place = tuple[float | None, Mapping[int, float]]
-"""The log-probability of the token that is there, and of the likeliest by their ids."""
+"""The log-probability of the token at a place, and those of the likeliest ones by id."""
 
 
 class RemoteTeacher:
-    """One engine. `wanted` are token ids of the policy and the text that they stand for."""
+    """A teacher at one engine. `wanted` are token ids of the policy and the text that they decode
+    to."""
 
     def __init__(
         self,
@@ -122,10 +125,11 @@ class RemoteTeacher:
         )
 
     async def score(self, trajectory: Trajectory) -> Scored:
-        """Of its response tokens. Waits for a slot, for the engine, and before each further try.
+        """Score a trajectory's response tokens. Waits for a slot, for the engine, and before each
+        retry.
 
         Raises:
-            RolloutError: the last try failed, was late, or was answered with other tokens.
+            RolloutError: the last try failed, was late, or was answered for other tokens.
             ConfigError: the engine's model has another tokenizer.
         """
         try:
@@ -190,11 +194,12 @@ class RemoteTeacher:
         }
 
     def _bytes(self, token_ids: list[int]) -> int:
-        """Of an answer, at most."""
+        """The most bytes of an answer."""
         return MAX_ANSWER_BYTES + _LOGPROB_BYTES * (1 + self._top_k) * len(token_ids)
 
     async def _compared(self) -> None:
-        """Waits for the one comparison of the tokenizers, which is made again if it failed."""
+        """Wait for the comparison of the tokenizers, which is made once, and again only if it
+        failed."""
         if self._comparing is None:
             self._comparing = asyncio.create_task(self._compare())
         task = self._comparing
@@ -206,8 +211,8 @@ class RemoteTeacher:
             raise
 
     async def _compare(self) -> None:
-        """Waits for the engine's tokenizer. A ConfigError if it is another one than the policy's;
-        an engine without one cannot be asked, which is logged."""
+        """Compare the engine's tokenizer with the policy's. Waits for the engine. Raises
+        ConfigError if they differ; if the engine cannot be asked, a warning is logged."""
         token_ids, wanted = self._wanted
         body = {**self._model, "tokens": token_ids, "skip_special_tokens": False}
         try:
@@ -225,7 +230,7 @@ class RemoteTeacher:
 
 
 def _shown(text: str | None, wanted: str) -> str:
-    """Where the texts begin to differ."""
+    """Show where the texts begin to differ."""
     found = text or ""
     pairs = enumerate(zip(found, wanted, strict=False))
     start = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(found), len(wanted)))
@@ -246,8 +251,8 @@ def _finite(logprob: float | None, place: int, token_id: int) -> float:
 
 
 def _likeliest(rows: Sequence[Mapping[int, float]], top_k: int) -> TopLogprobs:
-    """The `top_k` of each row, of which vLLM has the token's own beside them; their numbers rounded
-    to float16, a hundredth of what a teacher in bfloat16 moves the KL and its gradient by."""
+    """The `top_k` likeliest of each row (vLLM adds the token itself to them), rounded to float16:
+    the error in the KL and its gradient is a hundredth of that of a teacher in bfloat16."""
     few = [len(row) for row in rows if len(row) < top_k]
     if few:
         raise RolloutError(
@@ -258,14 +263,15 @@ def _likeliest(rows: Sequence[Mapping[int, float]], top_k: int) -> TopLogprobs:
     if wrong:
         raise RolloutError(f"answered with a log-probability of {wrong[0]:g}")
     best = [sorted(row.items(), key=itemgetter(1), reverse=True)[:top_k] for row in rows]
-    # What is impossible is among the others.
+    # Impossible tokens are left out.
     kept = [[(i, value) for i, value in row if value > _MINUS_INFINITY] for row in best]
     ids = [np.array([i for i, _ in row], np.int32) for row in kept]
     return TopLogprobs.of(ids, [np.array([value for _, value in row], np.float16) for row in kept])
 
 
 class RemoteTeachers:
-    """Who teaches a prompt, of all of `algorithm.distillation`, and the answers of those by url."""
+    """Decides which teachers of `algorithm.distillation` score a prompt, and asks those with a
+    URL."""
 
     def __init__(self, settings: DistillationSettings, renderer: ChatRenderer) -> None:
         self._settings = settings
@@ -278,14 +284,14 @@ class RemoteTeachers:
 
     @property
     def template(self) -> str | None:
-        """Of what they read in the place of the prompt."""
+        """The template of what teachers read in place of the prompt."""
         return self._settings.template
 
     def named_by(self, row: Mapping[str, object]) -> str:
-        """The teacher that the row names; "" if all score it.
+        """The teacher that the row names; "" if all teachers score it.
 
         Raises:
-            RolloutError: the row names none that there is.
+            RolloutError: the row names no known teacher.
         """
         column = self._settings.column
         if column is None:
@@ -299,7 +305,7 @@ class RemoteTeachers:
         return str(name)
 
     async def score(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """The group with what its teachers by url answer. Waits for them.
+        """Return the group with the answers of its teachers by URL. Waits for them.
 
         Raises:
             RolloutError: one of them did not score a trajectory, or cannot see its images.
