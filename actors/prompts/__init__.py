@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from actors.rendering.renderer import ChatRenderer
 
 Fitting: TypeAlias = Callable[[PromptRows, int], NDArray[np.int64]]
-"""(the prompts of a set, its number) -> which of them fit into `data.max_prompt_length`."""
+"""(prompts of a set, number of the set) -> numbers of those that fit into
+`data.max_prompt_length`."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Which rows fit into `data.max_prompt_length`, found before the first prompt is sampled.
 
-Invariant: it depends on the rows, the settings and the tokenizer alone, so every generator of a run
-has the same stream. Of files it is kept in the run's folder under a name that changes with them.
+Invariant: the result depends only on the rows, the settings and the tokenizer, so every generator
+of a run has the same stream. For files it is cached in the run's folder under a name that changes
+with them.
 """
 
 import hashlib
@@ -64,7 +65,8 @@ def fitting_rows(
 
 
 def _by_workers(config: RunConfig, prompts: PromptRows) -> Iterator[NDArray[np.bool_]]:
-    """Chunk by chunk, a few for each process at a time. Waits for the processes."""
+    """Yield results chunk by chunk; each process gets a few chunks at a time. Waits for the
+    processes."""
     num_workers = config.data.filter_workers
     chunks = _batches((replace(prompt, row={}) for prompt in prompts), _CHUNK)
     spawn = multiprocessing.get_context("spawn")
@@ -86,7 +88,7 @@ def _start_worker(config: RunConfig) -> None:
 
 
 _renderer: ChatRenderer
-"""That of a worker process."""
+"""The renderer of a worker process."""
 
 
 def _fit(prompts: tuple[Prompt, ...]) -> NDArray[np.bool_]:
@@ -94,7 +96,8 @@ def _fit(prompts: tuple[Prompt, ...]) -> NDArray[np.bool_]:
 
 
 def _cache_path(config: RunConfig, number: int) -> Path | None:
-    """None where a source is no file, whose changes nothing would show."""
+    """The path of the cache; None if a source is no file, since its changes could not be
+    noticed."""
     sources = config.data.sources
     if not all(has_rows(source.path) and files_of(source.path)[0].is_file() for source in sources):
         return None
@@ -113,7 +116,7 @@ def _cache_path(config: RunConfig, number: int) -> Path | None:
 
 
 def _write(path: Path, kept: NDArray[np.int64]) -> None:
-    """What is not written is found again."""
+    """Write the cache; if that fails, the rows are examined again next time."""
     content = io.BytesIO()
     np.save(content, kept)
     try:

@@ -37,16 +37,16 @@ class Epochs:
     """A finite set of prompts, or those of `kept`, as a stream without an end.
 
     Each epoch is a permutation of its own; with a curriculum the first ones go by difficulty. If a
-    run continues with other rows, an epoch of these begins; an earlier prompt that is still open
-    reads them, too, in a separate order.
+    run continues with other rows, a new epoch begins with them; earlier prompts that are still open
+    read the new rows, too, in a separate order.
 
     Args:
-        seed: of the order, in one or several parts; None keeps the set's own order.
+        seed: the seed of the order, in one or several parts; None keeps the set's own order.
         kept: the numbers of the prompts that are used, ascending; None uses all.
         first: the index at which the first epoch begins.
 
     Raises:
-        ConfigError: a row has no number in the column of the curriculum.
+        ConfigError: a row has no number in the curriculum's column.
     """
 
     def __init__(
@@ -111,9 +111,10 @@ class Mixture:
     """Maps an index of a stream to one of several parts (the sources or environments of a run) and
     an index within that part; the latter have no gaps.
 
-    A block of indices has as many of each part as are due, in a seeded order. Sources are within
-    one prompt of their weights after every block. For environments a block is a batch and has each
-    one's share rounded up or down, within its limit; weights are met over NUM_BATCHES.
+    A block of indices contains as many of each part as are due, in a seeded order. Sources are
+    within one prompt of their weights after every block. For environments a block is a batch, which
+    contains each environment's share rounded up or down, within its limit; weights are met over
+    NUM_BATCHES.
 
     Args:
         due: how many indices each part has in the first n blocks; they always add up to the blocks'
@@ -187,8 +188,8 @@ class Mixture:
 def _quotas(
     weights: NDArray[np.float64], limits: Sequence[int | None], batch_size: int
 ) -> NDArray[np.float64]:
-    """[entries] mean prompts per batch by weight; what a limit takes from one is shared among the
-    others by weight."""
+    """[entries] mean prompts per batch by weight; what a limit takes from one entry is shared among
+    the others by weight."""
     most = np.array([batch_size if limit is None else limit for limit in limits], np.float64)
     is_full = np.zeros(len(weights), bool)
     while True:
@@ -203,8 +204,8 @@ def _quotas(
 def _counts(quotas: NDArray[np.float64], batch_size: int) -> NDArray[np.int64]:
     """[batches, entries] prompts: each quota rounded up or down, their sum the batch size.
 
-    Entry i has the points of an evenly spaced grid that fall between the sums of the quotas before
-    it and with it; each batch has a grid of its own offset.
+    Entry i gets the points of an evenly spaced grid that fall between the sum of the quotas before
+    it and that sum plus its own quota; each batch shifts the grid differently.
     """
     edges = quotas.cumsum()[:-1]
     offsets = (np.arange(NUM_BATCHES) * _SPREAD % NUM_BATCHES + 0.5) / NUM_BATCHES

@@ -2,12 +2,12 @@
 Rows come from files or from a user's PATH.py:NAME.
 
 Invariant: every row of a file is checked when its source is opened, or by the launch of the run, so
-none ends a run that has begun. Images and videos are read when the row is sampled, and rows of a
-user's source are checked as they are read.
+no row can end a run that has begun. Images and videos are read when the row is sampled, and rows of
+a user's source are checked as they are read.
 
 A row has images and videos in the content parts of its messages, or in columns (`data.image_key`,
-`data.video_key`) with a marker <image> or <video> in the text where each stands; without markers
-they stand before the text of the first user message.
+`data.video_key`). A marker <image> or <video> in the text says where each belongs; without markers
+they come before the text of the first user message.
 """
 
 import ast
@@ -63,7 +63,8 @@ def for_teachers(template: str, prompt: Prompt) -> Prompt:
 
 
 def _taught(template: str, prompt: Prompt, text: str) -> str:
-    # Without an expected answer, the row's own if it has one: an empty hint would be no hint.
+    # Without an expected answer the row's own `answer` is used, if any: an empty one would be no
+    # hint.
     answer = {"answer": prompt.answer} if prompt.answer else {}
     try:
         return _render(template, {**prompt.row, "prompt": text, **answer})
@@ -93,7 +94,7 @@ class MediaColumns:
         self._system_prompt = data.system_prompt
 
     def fill(self, prompt: Prompt) -> Prompt:
-        """The prompt of a row with the media of these columns in its messages.
+        """Put the media of these columns into the messages of a row's prompt.
 
         Raises:
             ConfigError: a column holds something else, does not fit the markers, or a file is not
@@ -111,7 +112,8 @@ class MediaColumns:
             return prompt
         try:
             for name in paths_in(prompt.content, prompt.origin):
-                # Of a name that is too long, such as base64 without its data: URL, pathlib raises.
+                # os.path, since pathlib raises for names that are too long, such as base64 without
+                # "data:".
                 if not os.path.isfile(path := str(self._folder / name)):
                     raise ConfigError(f"{prompt.origin}: there is no file {path[:200]}")
         except RolloutError as error:
@@ -130,7 +132,8 @@ class MediaColumns:
 
 
 class RowColumns:
-    """How the rows of one source become prompts; what it leaves open is taken from `data`.
+    """How the rows of one source become prompts; keys that the source does not set come from
+    `data`.
 
     Args:
         setting: the setting that names the source; errors begin with it.
@@ -166,7 +169,7 @@ class RowColumns:
     def prompt(self, row: Row) -> Prompt:
         """
         Raises:
-            ConfigError: the row has no prompt or no answer, or a prompt that is no valid Unicode.
+            ConfigError: the row has no prompt or no answer, or its prompt is no valid Unicode.
         """
         content = self._rendered(row) if self.template else self._content(row)
         self._require_unicode(content, row)
@@ -375,8 +378,7 @@ def open_user_source(
 
 
 def column(prompt: Prompt, key: str) -> Any:
-    """The value of a column of the prompt's row, into which dots may reach; None if it is
-    missing."""
+    """The value of a column of the prompt's row; a dot reaches into it. None if it is missing."""
     value = _value(prompt.row, key)
     return None if value is _MISSING else value
 
@@ -434,7 +436,7 @@ def _of_text(text: str) -> Any:
 
 
 def _written(answer: Any) -> str:
-    """A number written without an exponent, as people write it."""
+    """A number as people write it, without an exponent."""
     is_usual = isinstance(answer, float) and 1e-20 < abs(answer) < 1e20
     return format(Decimal(repr(float(answer))), "f") if is_usual else str(answer)
 

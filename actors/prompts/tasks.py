@@ -1,9 +1,9 @@
-"""Prompts that are made up, and their seeds: procedural tasks with exact answers, for laptops and
-tests; data sets of the reasoning-gym package (extra: tasks); levels of environments.
+"""Generated prompts and their seeds: procedural tasks with exact answers, for laptops and tests;
+data sets of the reasoning-gym package (extra: tasks); levels of environments.
 
-Invariant: a prompt is a pure function of (seed, prompt index), one that is held out of its index
-alone, and none that is held out is trained, whatever `run.seed` is. A new task is a function and a
-line in `TASKS`.
+Invariant: a training prompt is a pure function of (seed, prompt index), a held-out prompt of its
+index alone, and no held-out prompt is trained, whatever `run.seed` is. A new task is a function and
+a line in `TASKS`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +17,11 @@ from streamrl.extras import missing
 from streamrl.interfaces import Prompt
 from streamrl.user_code import attributed_to, check_kwargs
 
-# A seed of training is below this, and one that is held out is not. Both fit into 32 bits, which
-# every package takes.
+# Seeds of training prompts are below this, and seeds of held-out prompts are not. Both fit into 32
+# bits, which every package accepts.
 FIRST_HELD_OUT = 2**31
 HELD_OUT_RUN_SEED = 2**31 - 1
-"""What a user's own source is given as its seed where it is held out."""
+"""The seed that a user's own source gets for held-out prompts."""
 
 Task = Callable[..., tuple[str, str]]
 _MAX_DRAWS = 1000
@@ -59,7 +59,7 @@ TASKS: dict[str, Task] = {
 
 
 class MadePrompts:
-    """A stream without an end, of what `make` makes of a prompt index."""
+    """An endless stream of prompts that `make` makes from prompt indices."""
 
     def __init__(self, make: Callable[[int], Prompt]) -> None:
         self._make = make
@@ -69,7 +69,8 @@ class MadePrompts:
 
 
 def held_out_task(name: str, kwargs: Mapping[str, Any]) -> MadePrompts:
-    """Raise ConfigError if the task does not take the arguments."""
+    """The held-out prompts of a task. Raises ConfigError if the task does not take the
+    arguments."""
     draw = _bound(name, kwargs)
     return MadePrompts(lambda number: Prompt(*draw([0, FIRST_HELD_OUT + number, 0])))
 
@@ -81,7 +82,7 @@ def trained_task(
     held_out: Sequence[MadePrompts],
     num_held_out: int,
 ) -> MadePrompts:
-    """Without the first `num_held_out` of each of `held_out`.
+    """The training prompts of a task, without the first `num_held_out` of each of `held_out`.
 
     Raises:
         ConfigError: the task does not take the arguments.
@@ -103,7 +104,8 @@ def trained_task(
 
 
 def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tuple[str, str]]:
-    """Draws a prompt of the task and its answer from a seed of several parts.
+    """Return a function that draws a prompt of the task and its answer from a seed of several
+    parts.
 
     Raises:
         ConfigError: the task does not take the arguments.
@@ -120,7 +122,7 @@ def _bound(name: str, kwargs: Mapping[str, Any]) -> Callable[[Sequence[int]], tu
 
 
 def levels(run_seed: int | None) -> MadePrompts:
-    """Empty prompts whose rows have a seed; `run_seed` None: the held-out ones."""
+    """Empty prompts whose rows have a seed; with `run_seed` None, held-out ones."""
     return MadePrompts(lambda i: Prompt("", "", {"seed": seed_of(run_seed, i)}, f"level {i}"))
 
 
@@ -130,7 +132,7 @@ UNEARNED: Mapping[str, str] = {
     "complex_arithmetic": "an answer that is no number",
     "game_of_life_halting": "any text",
 }
-"""For what the scorers of these data sets pay in full, as of reasoning-gym 0.1.25."""
+"""Wrong answers that the scorers of these data sets score in full, as of reasoning-gym 0.1.25."""
 
 
 def reasoning_gym_prompts(
@@ -138,8 +140,8 @@ def reasoning_gym_prompts(
 ) -> MadePrompts:
     """The data set `name`; its rows carry the entry that the reward `task` scores against.
 
-    Most data sets draw entry i from their seed + i, so that seeds side by side share all entries
-    but one. So the stream is made of blocks, no two of which share such a sum.
+    Most data sets draw entry i from seed + i, so adjacent seeds share all entries but one.
+    Therefore the stream consists of blocks, no two of which share such a sum.
 
     Args:
         run_seed: None: the held-out prompts.
@@ -185,7 +187,7 @@ def check_scorer(name: str) -> None:
 
 
 def seed_of(run_seed: int | None, number: int) -> int:
-    """Of the prompt of this number; `run_seed` None: of the held-out one."""
+    """The seed of the prompt with this number; with `run_seed` None, of the held-out prompt."""
     if run_seed is None:
         return FIRST_HELD_OUT + number
     entropy = np.random.SeedSequence([run_seed, number])
@@ -193,13 +195,13 @@ def seed_of(run_seed: int | None, number: int) -> int:
 
 
 def block_seed(run_seed: int | None, number: int, size: int) -> int:
-    """The first of `size` seeds in a row, which no other block of the run has.
+    """The first of `size` consecutive seeds that no other block of the run uses.
 
-    Training walks over all blocks below `FIRST_HELD_OUT` in steps of an odd number, from a place
-    and by a step that `run_seed` draws; an odd step comes to each of 2**k blocks once.
+    Training walks over all blocks below `FIRST_HELD_OUT`; `run_seed` draws the first block and an
+    odd step, which visits each of 2**k blocks once.
 
     Args:
-        run_seed: None: of the held-out blocks.
+        run_seed: None for held-out blocks.
         size: a power of two.
     """
     if run_seed is None:

@@ -1,1 +1,1 @@
-"""Between messages and token ids, by the run's tokenizer and chat template."""
+"""Converts between messages and token ids, by the run's tokenizer and chat template."""

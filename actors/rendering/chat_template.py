@@ -1,13 +1,14 @@
-"""A chat template, and what it does with messages, found out by rendering short conversations.
+"""A chat template, and how it treats messages, which is found by rendering short conversations.
 
-Templates leave things out without a word: the schemas of tools, a tool's result that stands behind
-no call, a content that is a string. Each is probed once, when it is first asked for.
+Templates silently leave things out: tool schemas, a tool's result that follows no call, a content
+that is a string. Each property is probed once, when it is first needed.
 
-A reply is what a template puts between a completion and the next one: what follows a mark, where
-the template renders a short conversation whose assistant's turn is the mark, or, if it renders a
-tool's result behind a call alone, the argument of one. So no completion is tokenized again, and a
-reply follows the tokens as they were sampled, also where the template would render them otherwise
-once others follow, as Qwen3's does, which leaves out earlier thinking.
+A reply is what a template puts between a completion and the next one. It is found by rendering a
+short conversation in which a mark stands for the completion: the mark is the assistant's content
+or, if the template renders a tool's result only after a call, the call's argument; the reply is
+what follows the mark. So no completion is tokenized again, and a reply follows the tokens as they
+were sampled, even if the template would later render them differently (Qwen3's leaves out earlier
+thinking).
 """
 
 import json
@@ -51,13 +52,14 @@ _REFUSED = "data.chat_template: it"
 
 @dataclass(frozen=True)
 class Reply:
-    """What follows a completion that has not ended its turn."""
+    """The text after a completion that has not ended its turn."""
 
     text: str
     ending: str
-    """With what the text begins whatever follows: the end of the turn."""
+    """The beginning of the text that does not depend on what follows: the end of the turn."""
     is_behind_call: bool = False
-    """Whether the ending begins with that of a call, which the completion has written."""
+    """Whether the ending begins with the end of a call, which the completion has already
+    written."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,14 @@ class RenderedCalls:
 
     calls: Sequence[Mapping[str, Any]]
     opening: str
-    """What stands in front of the completion."""
+    """The text before the completion."""
     completion: str
 
 
 def rendered(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any
 ) -> str:
-    """By the tokenizer's chat template, or that of the options of `apply_chat_template`.
+    """Render messages by the tokenizer's chat template, or by the `chat_template` in the options.
 
     Raises:
         ValueError: it cannot render them.
@@ -84,7 +86,8 @@ def rendered(
 
 
 class ChatTemplate:
-    """That of a tokenizer, which may have one more for prompts with tools; or another `source`."""
+    """The chat template of a tokenizer (which may have another one for prompts with tools), or the
+    text `source`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -99,13 +102,13 @@ class ChatTemplate:
         is_open: bool = True,
         is_begun: bool = False,
     ) -> str:
-        """The conversation, with the opening of the next turn.
+        """Render a conversation, with the opening of the next turn if `is_open`.
 
         Args:
-            is_begun: its last message is the beginning of that turn.
+            is_begun: the last message is the beginning of that turn.
 
         Raises:
-            ConfigError: the template cannot render it; the sentence names `place`.
+            ConfigError: the template cannot render it; the message names `place`.
         """
         read = as_template_reads(messages)
         if any(message.get("tool_calls") for message in read) and self._wants_json:
@@ -123,7 +126,7 @@ class ChatTemplate:
     def reply(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Reply:
         """
         Raises:
-            ConfigError: the template cannot render them, or not an assistant's content.
+            ConfigError: the template cannot render them, or does not render an assistant's content.
         """
         messages = _with_ids(messages)
         has_results = any(message.get("role") == "tool" for message in messages)
@@ -131,7 +134,7 @@ class ChatTemplate:
         return self._reply(messages, tools, is_behind_call=is_behind_call)
 
     def require_replies(self) -> None:
-        """Raise ConfigError if it does not render a user's message behind a completion."""
+        """Raise ConfigError if the template does not render a user's message after a completion."""
         if _PROBE not in self.reply([{"role": "user", "content": _PROBE}]).text:
             raise ConfigError(
                 f"{_REFUSED} does not render a user's message behind an assistant's, so an "
@@ -148,7 +151,8 @@ class ChatTemplate:
             )
 
     def require_tool_results(self) -> None:
-        """Raise ConfigError if it renders a tool's result neither behind a call nor without one."""
+        """Raise ConfigError if the template renders no tool results, neither after a call nor
+        without one."""
         if self._place_of_results == "nowhere":
             raise ConfigError(
                 f"{_REFUSED} does not render messages of the role tool, so the policy would not "
@@ -157,7 +161,7 @@ class ChatTemplate:
 
     @cached_property
     def describes_tools(self) -> bool:
-        """Whether the policy reads the name of a tool that it may call."""
+        """Whether the template shows the policy the tools that it may call."""
         with suppress(ConfigError):
             return "streamrltool" in self.render([_ASKED], [PROBED_TOOL])
         return False
@@ -169,22 +173,22 @@ class ChatTemplate:
 
     @cached_property
     def generation_prompt(self) -> str:
-        """What stands in front of a completion; "" where it cannot be told."""
+        """The text before a completion; "" if unknown."""
         with suppress(ConfigError):
             return self.render([_ASKED]).removeprefix(self.render([_ASKED], is_open=False))
         return ""
 
     @cached_property
     def end_of_turn(self) -> str:
-        """What stands behind an assistant's content; "" where it cannot be told."""
+        """The text after an assistant's content; "" if unknown."""
         with suppress(ConfigError):
             return self._behind_mark([_ASKED, _ANSWERED], [PROBED_TOOL], is_open=False)
         return ""
 
     @cached_property
     def rendered_calls(self) -> RenderedCalls | None:
-        """Two calls of the probed tool, or one where the template renders no more; None where it
-        renders none."""
+        """Two calls of the probed tool, or one if the template renders no more; None if it renders
+        none."""
         for number in (2, 1):
             made = _calling_with(*_ARGUMENTS[:number])
             try:
@@ -197,7 +201,7 @@ class ChatTemplate:
                 continue
             opening = opened[: num_shared(opened, whole)]
             if opening != opened:
-                # Both may go on with a tag of their own.
+                # The shared part may end inside a tag that continues differently.
                 opening = re.sub(r"<[^<>]*\Z", "", opening)
             return RenderedCalls(
                 made["tool_calls"], opening.removeprefix(asked), whole.removeprefix(opening)
@@ -206,14 +210,16 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether it leaves out a content that is a string, and not one that is a list of parts."""
+        """Whether the template leaves out a content that is a string, but renders a list of
+        parts."""
         asked = {"role": "user", "content": _PROBE}
         return _PROBE not in self._probed(asked) and _PROBE in self._probed(*_in_parts([asked]))
 
     @cached_property
     def _wants_json(self) -> bool:
-        """Whether it renders the arguments of calls as JSON text alone (DeepSeek), and others not
-        at all or as Python writes them; not where it would write that text as Python does."""
+        """Whether arguments of calls must be given as JSON text (DeepSeek): the template renders a
+        mapping not at all or as Python prints it, and JSON text correctly, not as a Python
+        string."""
         arguments = {"text": _PROBE}
         made = _calling_with(arguments)
         text = self._probed(_ASKED, made, tools=[PROBED_TOOL])
@@ -222,7 +228,7 @@ class ChatTemplate:
         return is_lost and _PROBE in given and repr(json.dumps(arguments)) not in given
 
     def _probed(self, *messages: Message, **options: Any) -> str:
-        """As they are; "" where it cannot render them."""
+        """Render messages unchanged; "" if the template cannot."""
         with suppress(ValueError):
             return self._rendered(messages, **options)
         return ""
@@ -232,7 +238,7 @@ class ChatTemplate:
 
     @cached_property
     def _place_of_results(self) -> Literal["behind contents", "behind calls", "nowhere"]:
-        """Where it renders the result of a tool."""
+        """Where the template renders a tool's result."""
         for is_behind_call in (False, True):
             try:
                 reply = self._reply(
@@ -272,13 +278,13 @@ class ChatTemplate:
 
 
 def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """With how many equal elements both begin."""
+    """The length of the common beginning of two sequences."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def opened_thinking(opening: str) -> str:
-    """From a `<think>` on with which a turn is opened; "" where there is none.
+    """The part of a turn's opening from its last `<think>` on; "" without one.
 
     >>> opened_thinking("<|im_start|>assistant\\n<think>\\n")
     '<think>\\n'
@@ -288,7 +294,7 @@ def opened_thinking(opening: str) -> str:
 
 
 def _calling(calls: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Message:
-    """An assistant's turn with these calls: the id, the name of the tool and the arguments."""
+    """An assistant's turn with these calls (id, name of the tool, arguments)."""
     made = [
         {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         for call_id, name, arguments in calls
@@ -297,12 +303,12 @@ def _calling(calls: Iterable[tuple[str, str, Mapping[str, Any]]]) -> Message:
 
 
 def _calling_with(*arguments: Mapping[str, Any]) -> Message:
-    """An assistant's turn that calls the probed tool with each of these."""
+    """An assistant's turn that calls the probed tool once with each of these arguments."""
     return _calling((f"call{i:05}", "streamrltool", given) for i, given in enumerate(arguments))
 
 
 def _with_ids(messages: Sequence[Message]) -> list[Message]:
-    """Each result of a tool with the id of its call; nine letters and digits, as Mistral's."""
+    """Add the id of its call to each tool result: nine letters and digits, as Mistral requires."""
     number = count()
     return [
         {"tool_call_id": f"call{next(number):05}", **message}
@@ -327,7 +333,7 @@ def _with_json_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """With every content as a list of parts."""
+    """The messages with every content as a list of parts."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)

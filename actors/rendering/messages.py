@@ -1,9 +1,9 @@
-"""Messages of a conversation as chat templates take them. Invariant: the same conversation has the
-same form, whatever file or API it came from.
+"""Messages of a conversation in the form that chat templates take. Invariant: the same conversation
+has the same form, whichever file or API it came from.
 
-Parquet and Arrow give each record the keys of all others, with null where it has none, and a
-template that asks whether a key is there finds it: nulls are left out, at every depth. Arguments of
-tool calls may be JSON text, as OpenAI's API has them, where nulls were written and stay.
+Parquet and Arrow give each record the keys of all others, with null for missing values. A template
+that tests for a key would find it, so nulls are left out at every depth. Arguments of tool calls
+may be JSON text, as in OpenAI's API; nulls in it were written on purpose and stay.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ def normalized(message: Message) -> Message:
     if calls:
         found["tool_calls"] = [_normalized_call(call) for call in calls]
     elif calls is not None:
-        # Llama's templates take it for a call.
+        # Llama's templates would take an empty list for a call.
         del found["tool_calls"]
     return {**found, "content": found.get("content", "")}
 
 
 def is_prefill(message: Message) -> bool:
-    """Whether the policy goes on with this message, if a prompt ends with it."""
+    """Whether the policy continues this message if a prompt ends with it."""
     return message.get("role") == "assistant" and not message.get("tool_calls")
 
 
 @contextlib.contextmanager
 def template_errors() -> Iterator[None]:
-    """Makes a ValueError of what the rendering of a template raises, which may be anything."""
+    """Turn whatever the rendering of a template raises into a ValueError."""
     try:
         yield
     except Exception as error:

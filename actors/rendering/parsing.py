@@ -16,8 +16,8 @@
     pythonic       <|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>: LFM2
     gpt_oss        to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>: gpt-oss
 
-Each is a response template of `transformers.utils.chat_parsing`, with the content parsers below. A
-tokenizer that brings its own is parsed by that. A new convention is a template and a line in
+Each is a response template of `transformers.utils.chat_parsing`, with the content parsers below. If
+a tokenizer has its own template, that one is used. A new convention is a template and a line in
 `CONVENTIONS`.
 """
 
@@ -56,7 +56,7 @@ _REST = {"repeats": True, "join": "", "content_args": {"strip": False}}
 
 
 def _template(calls: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a convention with these tool calls; the rest of a completion is content."""
+    """The template of a convention with these tool calls; the rest of a completion is content."""
     return {
         "start_anchor_pattern": r"\A",
         "fields": {
@@ -68,7 +68,7 @@ def _template(calls: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _named(open_pattern: str, **region: Any) -> Mapping[str, Any]:
-    """Calls whose name stands in front of their arguments."""
+    """Calls with the name before the arguments."""
     transform = {"name": "{name}", "arguments": "{content}"}
     calls = {"open_pattern": open_pattern, **region}
     return _template({**calls, "transform": {"type": "function", "function": transform}})
@@ -77,26 +77,27 @@ def _named(open_pattern: str, **region: Any) -> Mapping[str, Any]:
 def _marked(
     calls: Mapping[str, Any], thoughts: Mapping[str, Any], answers: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """A convention where thoughts and answers have marks of their own, too."""
+    """A convention that also marks thoughts and answers."""
     own = {"reasoning_content": {**_THINKING, **thoughts}, "content": {**answers, **_REST}}
     return {**calls, "fields": {**calls["fields"], **own}}
 
 
 def _listed(name: str, arguments: str, **region: Any) -> Mapping[str, Any]:
-    """Calls as one JSON list, of records with these keys."""
+    """Calls as one list of records with these keys."""
     transform = {"name": f"{{{name}}}", "arguments": f"{{{arguments}}}"}
     call = {"transform": {"type": "function", "function": transform}, "transform_each": True}
     return _template({**region, "repeats": False, **call})
 
 
 def _tagged(open_pattern: str, close_pattern: str, argument: str) -> Mapping[str, Any]:
-    """Calls with a tag for each argument, which the pattern reads as `key` and `value`."""
+    """Calls with a tag for each argument; the pattern `argument` reads its `key` and `value`."""
     read = {"content": "tags", "content_args": {"tag_pattern": argument}}
     return _named(open_pattern, close_pattern=close_pattern, **read)
 
 
 def _tags(text: str, args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An argument for each tag: JSON where the tag says that it is no string, else its text."""
+    """The arguments of a call, one for each tag: JSON if the tag says that it is no string, else
+    text."""
     arguments = {}
     for found in re.finditer(args["tag_pattern"], text, re.DOTALL):
         tag = found.groupdict()
@@ -108,7 +109,7 @@ def _tags(text: str, args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _gemma(text: str, args: dict[str, Any]) -> Any:
-    """JSON with strings of its own, in which null may be None, as Gemma 4's template writes it."""
+    """Gemma 4's JSON, which has its own string marks and may contain None for null."""
     written = re.sub(
         r'(<\|"\|>.*?<\|"\|>)|\bNone\b', lambda m: m[1] or "null", text, flags=re.DOTALL
     )
@@ -116,13 +117,14 @@ def _gemma(text: str, args: dict[str, Any]) -> Any:
 
 
 def _python_calls(text: str, _: Any) -> list[Mapping[str, Any]]:
-    """[{"name": ..., "arguments": {...}}] of a call in Python with values, or of a list of calls.
+    """Read a Python call with literal arguments, or a list of calls, as [{"name": ..., "arguments":
+    {...}}].
 
-    LFM2.5's template writes a string as it is, with its quotes and newlines, and any name of an
-    argument: a string ends at the first quote behind which an argument may end.
+    LFM2.5's template does not escape quotes and newlines in strings, and allows any argument name.
+    So a string ends at the first quote after which an argument may end.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is something else.
     """
     try:
         tree = ast.parse(_PYTHON_PART.sub(_escaped, text.strip()), mode="eval").body
@@ -142,8 +144,8 @@ _PYTHON_CHARACTER = re.compile(
 
 
 def _escaped(part: re.Match[str]) -> str:
-    """A string without bare quotes, newlines and backslashes; a name that is no keyword; a value of
-    JSON as Python writes it.
+    """Make a part valid Python: a string with its quotes, newlines and backslashes escaped, a name
+    that is no keyword, a JSON constant as Python writes it.
 
     Raises:
         ValueError: a string has no end.
@@ -164,7 +166,7 @@ def _python_call(tree: ast.expr) -> Mapping[str, Any]:
     if not isinstance(tree, ast.Call) or tree.args or None in [k.arg for k in tree.keywords]:
         raise ValueError("a tool call has the form NAME(KEY=VALUE)")
     arguments = {str(k.arg)[:-1]: ast.literal_eval(k.value) for k in tree.keywords}
-    # As JSON has them: lists for tuples, and no sets or bytes.
+    # Only JSON values: tuples become lists; sets and bytes raise.
     return {"name": ast.unparse(tree.func), "arguments": json.loads(json.dumps(arguments))}
 
 
@@ -263,7 +265,7 @@ class MessageParser:
     """The parser of one tokenizer and chat template; `choice` is `data.tool_parser`.
 
     Raises:
-        ConfigError: it names nothing, or a file that is no response template.
+        ConfigError: it names no known convention, or a file that is no response template.
     """
 
     def __init__(
@@ -274,13 +276,14 @@ class MessageParser:
         self._choice = choice
         self._named = None if choice == "auto" else _load(choice)
         self._end_ids = frozenset(tokenizer.all_special_ids)
-        # A completion is decoded as a message and for its reward, and siblings may be alike.
+        # Cached: a completion is decoded as a message and for its reward, and siblings may be
+        # equal.
         self.decode = lru_cache(maxsize=256)(self._decoded)
 
     @cached_property
     def _template(self) -> ResponseTemplate | None:
-        """The named one, the tokenizer's own, or the first that reads the calls which the chat
-        template renders."""
+        """The chosen template, else the tokenizer's own, else the first convention that reads calls
+        as the chat template renders them."""
         if self._named is not None:
             return self._named
         if (own := getattr(self._tokenizer, "response_template", None)) is not None:
@@ -289,7 +292,7 @@ class MessageParser:
         return next(filter(self._survives, known), None)
 
     def _survives(self, template: ResponseTemplate) -> bool:
-        """Whether calls are read as they were before the chat template rendered them."""
+        """Whether this template recovers the calls that the chat template has rendered."""
         if self._chat is None or (rendered := self._chat.rendered_calls) is None:
             return False
         ends = (self._chat.end_of_turn.strip(), *self._tokenizer.all_special_tokens)
@@ -312,7 +315,7 @@ class MessageParser:
 
     @cached_property
     def _fault(self) -> str:
-        """Why no tool calls would be found; "" where they are."""
+        """Why `parse` would find no tool calls; "" if it would find them."""
         has_calls = self._chat is not None and self._chat.rendered_calls is not None
         if self._template is None:
             unread = "and none reads a call as the chat template writes it"
@@ -324,11 +327,11 @@ class MessageParser:
         return ""
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> Message:
-        """The assistant's message; see `Renderer.parse`. What the chat template puts in front of a
-        completion belongs to it from an opened `<think>` on.
+        """The assistant's message; see `Renderer.parse`. If the chat template opens a `<think>`
+        before the completion, that part belongs to the message.
 
         Raises:
-            ConfigError: there are tools, and no call of theirs would be found.
+            ConfigError: there are tools, but calls of them would not be found.
         """
         if tools:
             self.require_tool_calls()
@@ -341,7 +344,8 @@ class MessageParser:
         return _parsed(text, self._template, opening if is_own else opened_thinking(opening), tools)
 
     def without_end(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Without the special tokens at the end; others may be a call's."""
+        """The tokens without special ones at the end; special tokens elsewhere may belong to a
+        call."""
         length = len(token_ids)
         while length and token_ids[length - 1] in self._end_ids:
             length -= 1
@@ -381,7 +385,7 @@ def _thought(text: str, template: ResponseTemplate, prefix: str) -> Message:
 
 
 def _without_tags(text: str, opening: re.Pattern[str]) -> str:
-    """With every < in the JSON of calls escaped, so that none of its strings ends a call."""
+    """Escape every < in the JSON of calls, so that no string in it ends a call."""
     parts, place = [], 0
     while found := opening.search(text, place):
         begin = len(text) - len(text[found.end() :].lstrip())
@@ -416,7 +420,7 @@ def _message(parsed: Mapping[str, Any]) -> Message:
 
 
 def _error_of(call: Any) -> str:
-    """What keeps a parsed call from being one; "" for nothing."""
+    """Why a parsed call is invalid; "" if it is valid."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return "a tool call has no name"
@@ -432,7 +436,7 @@ def _error_of(call: Any) -> str:
 
 
 def _load(choice: str) -> ResponseTemplate:
-    """By its name, or from its file."""
+    """Load a response template by name, or from a file."""
     if not choice.endswith(".json"):
         if choice in CONVENTIONS:
             return load_response_template(dict(CONVENTIONS[choice]))

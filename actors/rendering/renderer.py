@@ -37,14 +37,14 @@ class PromptVision:
 
     @classmethod
     def of(cls, model: ModelSettings) -> "PromptVision | None":
-        """None of a model that sees none.
+        """Return how the model reads images; None if it reads none.
 
         Raises:
-            ConfigError: there is no model, or it lacks its image processor.
+            ConfigError: there is no model, or its image processor is missing.
         """
         folder = Path(model.path)
         if folder.is_dir() and not (folder / "config.json").is_file():
-            # For text a tokenizer is enough.
+            # A folder with only a tokenizer is enough for text.
             return None
         trust = model.trust_remote_code
         reader = PatchReader.of(model.path, trust_remote_code=trust)
@@ -56,7 +56,8 @@ class PromptVision:
     def expand(
         self, token_ids: Sequence[int], media: Sequence[Media], place: str
     ) -> tuple[int, ...]:
-        """Expand the token ids of a rendered template to those that the model reads.
+        """Expand image placeholders in the token ids of a rendered template, as the model reads
+        them.
 
         Raises:
             RolloutError: a medium is malformed, or a text contains a placeholder token.
@@ -89,7 +90,7 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class PromptTooLongError(Exception):
-    """The prompt exceeds `data.max_prompt_length`, and `data.truncation` leaves it out."""
+    """The prompt exceeds `data.max_prompt_length` and is dropped by `data.truncation`."""
 
 
 class ChatRenderer:
@@ -130,8 +131,9 @@ class ChatRenderer:
         """Token ids of the prompt, at most `data.max_prompt_length`.
 
         Raises:
-            ConfigError: longer, and `data.truncation` is `error`.
-            PromptTooLongError: longer, and it is `drop`, or `filter` but rows were not filtered.
+            ConfigError: the prompt is longer, and `data.truncation` is `error`.
+            PromptTooLongError: the prompt is longer, and `data.truncation` is `drop`, or `filter`
+                but rows were not filtered.
         """
         ids = self.token_ids_of(prompt)
         longest = self._data.max_prompt_length
@@ -158,8 +160,8 @@ class ChatRenderer:
                 )
 
     def fits(self, prompt: Prompt) -> bool:
-        """Whether the prompt is within `data.max_prompt_length`. One whose images cannot be read
-        counts as fitting: it fails, and is counted, when it is sampled."""
+        """Whether the prompt is within `data.max_prompt_length`. A prompt whose images cannot be
+        read counts as fitting: it fails, and is counted, when it is sampled."""
         try:
             return len(self.token_ids_of(load_media(prompt))) <= self._data.max_prompt_length
         except RolloutError:
@@ -175,8 +177,8 @@ class ChatRenderer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def vocabulary_sample(self, count: int) -> tuple[Sequence[int], str]:
-        """About `count` ids, spread over the vocabulary, and their text, to recognize a different
-        tokenizer; without special tokens, which engines may leave out."""
+        """About `count` token ids, spread over the vocabulary, and their text, to recognize a
+        different tokenizer. Special tokens, which engines may leave out, are not among them."""
         plain = sorted(set(self._tokenizer.get_vocab().values()) - self._special_ids)
         token_ids = plain[:: max(1, len(plain) // count)]
         return token_ids, str(self._tokenizer.decode(token_ids))
@@ -219,10 +221,10 @@ class ChatRenderer:
         completion_token_ids: Sequence[int],
         tools: Sequence[ToolSchema] = (),
     ) -> tuple[int, ...]:
-        """If a completion ended with the token that ends a turn in the template, or with the one
-        that opens the reply, what the template puts after that follows; otherwise the turn is ended
-        first. The ending token may be followed by an end of sequence, which not every template
-        writes.
+        """Token ids that follow a completion. If it ended with the token that ends a turn in the
+        template, or with the one that opens the reply, the result is what the template puts after
+        that token; otherwise the result ends the turn first. The ending token may be followed by an
+        end of sequence, which not every template writes.
 
         Raises:
             ConfigError: there is no template, or it cannot render them.
@@ -250,7 +252,8 @@ class ChatRenderer:
     def require_tools(self) -> None:
         """
         Raises:
-            ConfigError: the chat template loses tools or their results, or `parse` finds no calls.
+            ConfigError: the chat template leaves out tools or their results, or `parse` finds no
+                calls.
         """
         self.encode_messages([{"role": "user", "content": "?"}], [PROBED_TOOL])
         self._required([{"role": "tool"}], "a tool's result")
@@ -276,15 +279,15 @@ class ChatRenderer:
         return "" if self._template is None else opened_thinking(self._template.generation_prompt)
 
     def media(self, messages: Sequence[Message]) -> tuple[Media, ...]:
-        """Raise RolloutError if one is malformed, or a path."""
+        """The media in the messages. Raises RolloutError if one is malformed or a path."""
         return media_of(messages, "a conversation")
 
     def media_of(self, prompt: Prompt) -> tuple[Media, ...]:
-        """The media of a prompt whose media were read."""
+        """The media of a prompt that `load_media` has read."""
         return () if isinstance(prompt.content, str) else media_of(prompt.content, _place(prompt))
 
     def token_ids_of(self, prompt: Prompt) -> tuple[int, ...]:
-        """All token ids of the prompt, without a limit."""
+        """The token ids of the whole prompt, without a length limit."""
         content = prompt.content
         if self._template is None and isinstance(content, str):
             return self._token_ids(f"{self._data.system_prompt or ''}{content}")

@@ -1,13 +1,12 @@
 """The process between the daemon and a program, which `isolation.command` starts.
 
     supervisor      this file; ends with the daemon, and on SIGTERM
-    first           with namespaces: process 1 of its own, with whose end all others end
+    first           with namespaces only: their process 1; when it ends, all others end
     program         Python with the code; without namespaces it starts no other process
 
-Invariant: when the supervisor has ended, nothing that the program started runs; what became of the
-program is one line of JSON on the status pipe, which the program does not inherit. Signals are
-taken where they are waited for, so that none is sent to a process that has been reaped, whose id
-may be another's.
+Invariant: when the supervisor has ended, nothing that the program started is running. The outcome
+is one line of JSON on the status pipe, which the program does not inherit. Signals are handled only
+where they are waited for, so no signal is sent to a reaped process, whose id may have been reused.
 """
 
 import contextlib
@@ -25,8 +24,8 @@ _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(job: dict[str, Any], status: int) -> None:
-    """Waits for the program to end; SIGTERM unblocks. With namespaces the first process of them
-    goes on here, too, and says what became of the program."""
+    """Run the program and wait until it ends; SIGTERM kills it. With namespaces, their first
+    process also continues here and reports the outcome."""
     os.set_inheritable(status, False)
     privileges.end_with_parent(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -44,7 +43,7 @@ def main(job: dict[str, Any], status: int) -> None:
 
 
 def _outcome(job: dict[str, Any]) -> dict[str, Any]:
-    """Waits for the program."""
+    """Start the program and wait until it ends."""
     folder, limits = Path(job["folder"]), job["limits"]
     code = None
     is_apart = job["isolation"] == "namespaces"
@@ -59,8 +58,8 @@ def _outcome(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _become_program(job: dict[str, Any], folder: Path, code: bytes | None) -> None:
-    """Never returns; an error of the set-up ends the process with a sentence on its stderr. The
-    code is given where the folder is a new one."""
+    """Become the program; never returns. A set-up error ends the process with a message on its
+    stderr. `code` is given if the folder is a new, empty one."""
     try:
         os.setsid()
         user, python = os.getuid(), map(Path, job["python"])
@@ -68,7 +67,7 @@ def _become_program(job: dict[str, Any], folder: Path, code: bytes | None) -> No
             privileges.stop_being_root(folder, job["seed"])
         limits = dict(job["limits"])
         if job["isolation"] != "namespaces" and os.getuid() == user:
-            del limits["num_processes"]  # The kernel would count all of the daemon's user.
+            del limits["num_processes"]  # The kernel would count all of this user's processes.
         privileges.give_up_capabilities()
         privileges.end_with_parent(signal.SIGKILL)
         os.chdir(folder)
@@ -85,7 +84,7 @@ def _become_program(job: dict[str, Any], folder: Path, code: bytes | None) -> No
 
 
 def _hold(job: dict[str, Any], folder: Path) -> None:
-    """Takes from this process what it does not need as the program."""
+    """Restrict this process to what the program needs."""
     calls = bytes.fromhex(job["filter"])
     if job["isolation"] == "none":
         with contextlib.suppress(OSError):
@@ -98,8 +97,8 @@ def _hold(job: dict[str, Any], folder: Path) -> None:
 
 
 def _wait(child: int, excess: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-    """How the child ended. Waits for it; SIGTERM, or an excess, which is then the answer, kills
-    it. Reaps the orphans that end meanwhile."""
+    """Wait for the child and return how it ended. SIGTERM kills it, and so does an excess, which is
+    then the result. Reaps orphans that end meanwhile."""
     answer = None
     while True:
         process, status = os.waitpid(-1, os.WNOHANG)
@@ -115,13 +114,14 @@ def _wait(child: int, excess: Callable[[], dict[str, Any] | None]) -> dict[str, 
 
 
 def _all_processes() -> Iterable[Path]:
-    """Of the namespace; this one, its process 1, is not the program's."""
+    """All processes of the namespace except this one, its process 1."""
     return (path for path in Path("/proc").glob("[0-9]*") if path.name != "1")
 
 
 def _excess(processes: Iterable[Path], limits: Mapping[str, int]) -> dict[str, Any] | None:
-    """What becomes of a program whose processes are more, threads included, or have more memory
-    together than allowed: the kernel counts neither root's processes nor what they share."""
+    """The outcome of a program whose processes use more memory together, or are more (with
+    threads), than allowed; else None. The kernel limits neither root's processes nor their memory
+    together."""
     num_tasks = num_bytes = 0
     for process in processes:
         with contextlib.suppress(OSError):

@@ -1,12 +1,12 @@
-"""How a program is kept apart, and what it may use: all that `child` is told of it.
+"""How a program is isolated, and what it may use: everything that `child` is told about it.
 
     namespaces   its own network, processes and file system
-    landlock     the machine's, of which it can open, start and signal nothing: Landlock holds it
-                 to its files, a filter of system calls to one process
-    none         whatever of it the machine has, which may be the limits alone
+    landlock     the machine's, but it can open, start and signal nothing there: Landlock restricts
+                 it to its files, a filter of system calls to one process
+    none         whatever of this the machine supports, which may be only the limits
 
-Under the first two, root's programs run as a user of their own and a filter allows the system calls
-that programs need.
+Under the first two, a program that root starts runs as a separate user, and a filter allows only
+the system calls that programs need.
 """
 
 import contextlib
@@ -25,31 +25,33 @@ from actors.sandbox.seccomp import make_filter
 
 Isolation = Literal["namespaces", "landlock", "none"]
 IsolationChoice = Literal["auto", "namespaces", "landlock", "none"]
-"""`auto`: the first of the two that this machine has."""
+"""`auto`: the first of `KINDS` that works on this machine."""
 
 KINDS: tuple[Isolation, ...] = ("namespaces", "landlock")
-"""That hold a program, the best first."""
+"""The kinds that isolate a program, the best first."""
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Of one program; CPU time and open files are each process's."""
+    """Limits of one program; CPU time and open files are limited per process."""
 
     time_s: float = 10.0
     """Wall-clock time, from the start to the end of all its processes."""
     memory_bytes: int = 512 * 2**20
-    """Address space of each process, and memory of all together."""
+    """Address space of each process, and memory of all processes together."""
     num_processes: int = 16
     """Processes and threads at a time."""
     num_files: int = 64
     """Files that a process has open at a time."""
     folder_bytes: int = 64 * 2**20
-    """The working folder, and the longest file; without namespaces the longest file alone."""
+    """Size of the working folder and of the longest file; without namespaces only of the longest
+    file."""
     output_bytes: int = 64 * 2**10
-    """Of standard output, and again of standard error; who writes more is ended."""
+    """Length of standard output and of standard error, each; a program that writes more is
+    ended."""
 
 
-# Imported here, too, so that Python has it compiled.
+# `child` is also imported by this module, so Python has compiled it.
 _CHILD = f"""
 import json, sys
 sys.path.insert(0, {str(Path(child.__file__).parents[2])!r})
@@ -74,15 +76,15 @@ _STREAMS = {
 
 
 def command(job: Mapping[str, Any], status: int) -> list[str]:
-    """That runs a job; what became of it is written to this file descriptor."""
+    """The command that runs a job and writes the outcome to the file descriptor `status`."""
     return [sys.executable, "-I", "-S", "-B", "-c", _CHILD, json.dumps(job), str(status)]
 
 
 def job(isolation: Isolation, folder: Path, limits: SandboxLimits) -> Mapping[str, Any]:
-    """What `child` needs to know of a program, which is in `main.py` of the folder.
+    """What `child` needs to know about the program in `main.py` of the folder.
 
     Raises:
-        OSError: no filter of system calls can be made here, and the isolation needs one.
+        OSError: no system call filter can be made here, and the isolation needs one.
     """
     readable, links = _files()
     return {
@@ -109,8 +111,9 @@ def job(isolation: Isolation, folder: Path, limits: SandboxLimits) -> Mapping[st
 
 @cache
 def _files() -> tuple[list[str], dict[str, str]]:
-    """What every program may read, the outermost alone, and the links to it: software, Python and
-    what both read. Of a folder that has Python only its parts: data may lie beside them."""
+    """The paths that every program may read (outermost folders only), and the links to them: system
+    software, Python, and what these read. Of a folder that contains Python only its parts are
+    readable, since data may lie beside them."""
     roots = {*_SYSTEM, sys.prefix, sys.base_prefix}
     roots |= {os.path.dirname(os.path.dirname(path)) for path in _links(sys.executable)}
     paths = [*_FILES, *_DEVICES, *(os.path.join(root, part) for root in roots for part in _PARTS)]
@@ -123,7 +126,7 @@ def _files() -> tuple[list[str], dict[str, str]]:
 
 
 def _add(path: str, readable: list[str], links: dict[str, str]) -> None:
-    """Adds where the path really is, if there is such a one, after all that are above it."""
+    """Add the real location of a path, if it exists, and the links on the way to it."""
     above = [str(folder) for folder in reversed(Path(path).parents)]
     if not os.path.exists(path) or any(folder in readable for folder in above):
         return
@@ -144,7 +147,7 @@ def _filter(isolation: Isolation) -> str:
 
 
 def _links(path: str) -> Iterator[str]:
-    """The path, where it leads, and so on to the file."""
+    """Yield the path and every link target on the way to the file."""
     yield path
     while os.path.islink(path):
         path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))

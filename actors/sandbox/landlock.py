@@ -1,8 +1,8 @@
-"""The files of a program that shares the machine's file system, which Linux' Landlock holds it to.
+"""Restricts a program that shares the machine's file system to its files, by Linux' Landlock.
 
-Invariant: afterwards this process and its children open the named files alone, trace no process
-outside and, from Linux 6.12 on, signal none; that they can also rename, create and remove below
-the working folder alone. What Landlock does not know, such as `chmod`, is `seccomp`'s to refuse.
+Invariant: afterwards this process and its children can open only the named files, and rename,
+create and remove files only below the writable folders. They can trace no process outside, nor
+(from Linux 6.12 on) signal one. `seccomp` refuses what Landlock does not cover, such as `chmod`.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ _SCOPES = 3  # Abstract sockets and signals.
 
 
 def version() -> int:
-    """Of Landlock's interface; 0 where the kernel has none."""
+    """The version of Landlock's interface; 0 if the kernel has none."""
     found: int = LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _ASK_VERSION)
     return max(found, 0)
 
 
 def restrict(readable: Iterable[Path], writable: Iterable[Path]) -> None:
-    """Holds this process to these files and to what is below these folders; those that it cannot
-    see are passed over. Needs `no_new_privs`. An OSError if the kernel has no Landlock."""
+    """Restrict this process to these files and to everything below these folders; paths that it
+    cannot open are skipped. Needs `no_new_privs`. Raises OSError if the kernel has no Landlock."""
     handled = _rights(version())
     attributes = struct.pack("=QQQ", handled, 0, _SCOPES if version() >= 6 else 0)
     ruleset = _call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
@@ -44,7 +44,7 @@ def restrict(readable: Iterable[Path], writable: Iterable[Path]) -> None:
 
 
 def _rights(version: int) -> int:
-    """All that this version knows; what a kernel does not handle it would refuse to be told."""
+    """All rights that this version knows; a kernel refuses rights that it does not know."""
     return (1 << 13 + sum(version >= first for first in (2, 3, 5))) - 1
 
 

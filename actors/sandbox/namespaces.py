@@ -1,9 +1,9 @@
 """A program's own network, processes and file system, by Linux' namespaces.
 
-Who is root makes them as root; who is not makes a user namespace first. Invariant: afterwards the
-file system has the named files alone and is read-only, but for the working folder and /dev/shm,
-both in memory and of a bounded size; /proc shows the program's own processes; no network device is
-up.
+Root creates them directly; any other user creates a user namespace first. Invariant: afterwards the
+file system contains only the named files and is read-only, except for the working folder and
+/dev/shm, which are in memory and of bounded size. /proc shows the program's own processes; no
+network device is up.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _DETACH = 442, -100, 0x8000, 2
 
 
 def leave() -> None:
-    """Leaves the machine's namespaces; children of this process get one of processes, too. An
-    OSError if the machine does not allow it."""
+    """Leave the machine's namespaces; children of this process get a new process namespace, too.
+    Raises OSError if the machine does not allow it."""
     uid, gid = os.getuid(), os.getgid()
     flags = _NEWNS | _NEWCGROUP | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     if uid == 0:
@@ -41,13 +41,13 @@ def leave() -> None:
 def enter_files(
     folder: str, readable: Iterable[str], links: Mapping[str, str], folder_bytes: int
 ) -> None:
-    """Makes a file system of these files, folders and links, with `folder` as an empty one that can
-    be written, and leaves the machine's; called in the new namespace of processes. An OSError if
-    the machine does not allow it.
+    """Enter a new file system that consists of these files, folders and links, and of an empty,
+    writable `folder`. Call it in the new process namespace. Raises OSError if the machine does not
+    allow it.
 
     Args:
-        readable: without links on the way to them; none is in another one.
-        links: what each leads to.
+        readable: real paths, without links on the way; none lies inside another.
+        links: the target of each link.
     """
     _mount("none", "/", "", _REC | _PRIVATE)
     _mount("tmpfs", folder, "tmpfs", _NOSUID | _NODEV, "mode=755")
@@ -59,7 +59,7 @@ def enter_files(
     for path, target in links.items():
         os.makedirs(os.path.dirname(folder + path), exist_ok=True)
         os.symlink(target, folder + path)
-    # A container that hides parts of /proc allows no second one.
+    # A container that hides parts of /proc allows no second /proc.
     with contextlib.suppress(OSError):
         _mount("proc", f"{folder}/proc", "proc", _NOSUID | _NODEV)
     os.chdir(folder)
@@ -72,14 +72,14 @@ def enter_files(
 
 
 def _make_place(path: str, *, is_folder: bool) -> None:
-    """Where something is to be mounted."""
+    """Create a mount point."""
     os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
     if not is_folder:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
 
 
 def _make_read_only() -> None:
-    # Attributes to set and to clear, how mounts spread, a user namespace.
+    # Attributes to set, attributes to clear, mount propagation, user namespace.
     attributes = struct.pack("=QQQQ", _RDONLY, 0, 0, 0)
     size = ctypes.c_size_t(len(attributes))
     number = ctypes.c_long(_MOUNT_SETATTR)

@@ -1,7 +1,7 @@
-"""What a program of the sandbox may use: its user, its limits, and whose end ends it.
+"""What a program of the sandbox may use: its user and its limits; and that it ends with its parent.
 
-Invariant: root gives up being root wherever another user can still read Python and reach the
-program's folder.
+Invariant: a program that root starts stops being root, if another user can read Python and reach
+the program's folder.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# Users that no machine names, of systemd's range for services: a limit of processes is one user's.
+# Unnamed users from systemd's range for services; many, since process limits count per user.
 _FIRST_UID, _NUM_UIDS = 61184, 4336
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 _NUM_CAPABILITIES, _CAPABILITIES_VERSION_3 = 64, 0x20080522
-# Signals and timers that wait are counted by user.
+# Pending signals and timers are counted per user.
 _ALWAYS = {"core_bytes": 0, "num_pending_signals": 256}
 
 _LIMITS: Mapping[str, int] = {
@@ -33,14 +33,13 @@ _LIMITS: Mapping[str, int] = {
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Asks for this signal when the parent ends, in whatever way."""
+    """Ask the kernel for this signal when the parent ends, in whatever way."""
     _prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def stop_being_root(folder: Path, seed: int) -> None:
-    """Becomes a user without a name, one of thousands, who owns the folder and the pipes that are
-    its streams, which may then be opened by their names; stays what it is where that is not
-    allowed."""
+    """Become an unnamed user, one of thousands, who owns the folder and the pipes of the standard
+    streams, so that these can be opened by name. Stay root if the change is not allowed."""
     if os.getuid() != 0:
         return
     uid = _FIRST_UID + seed % _NUM_UIDS
@@ -48,7 +47,7 @@ def stop_being_root(folder: Path, seed: int) -> None:
         for path in (folder, *folder.rglob("*")):
             os.chown(path, uid, uid, follow_symlinks=False)
         for stream in range(3):
-            # A device, such as /dev/null, is the machine's.
+            # A device, such as /dev/null, belongs to the machine.
             if stat.S_ISFIFO(os.fstat(stream).st_mode):
                 os.fchown(stream, uid, uid)
         os.setgroups([])
@@ -58,8 +57,8 @@ def stop_being_root(folder: Path, seed: int) -> None:
 
 
 def give_up_capabilities() -> None:
-    """All that there are, and those that root gets with a new program: it could undo what holds
-    it."""
+    """Give up all capabilities, including those that root gains with a new program: with them it
+    could undo its restrictions."""
     for capability in range(_NUM_CAPABILITIES):
         _prctl(_PR_CAPBSET_DROP, capability)
     header, none = struct.pack("=Ii", _CAPABILITIES_VERSION_3, 0), bytes(24)
@@ -67,17 +66,18 @@ def give_up_capabilities() -> None:
 
 
 def can_be_read_by_others(path: Path) -> bool:
-    """Whether any user may enter the folder and all above it."""
+    """Whether any user may read and enter the folder and all folders above it."""
     return all(p.stat().st_mode & 0o005 == 0o005 for p in (path, *path.parents))
 
 
 def limit(limits: Mapping[str, int]) -> None:
-    """Sets the limits of this process, by the names of `SandboxLimits`."""
+    """Set the limits of this process, by the names of `SandboxLimits`."""
     for name, value in {**limits, **_ALWAYS}.items():
         if (kind := _LIMITS.get(name)) is not None:
             _, hard = resource.getrlimit(kind)
             allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            # The first second beyond its CPU time ends a program with SIGXCPU, which says why.
+            # A second of difference to the hard limit: SIGXCPU, which tells the reason, comes
+            # first.
             more = kind == resource.RLIMIT_CPU and hard == resource.RLIM_INFINITY
             resource.setrlimit(kind, (allowed, allowed + more))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -88,10 +88,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def call(what: str, function: Callable[..., int], *arguments: object) -> int:
-    """The answer of a function of the C library.
+    """Call a function of the C library and return its result.
 
     Raises:
-        OSError: it failed; `what` is the beginning of the sentence.
+        OSError: it failed; the message begins with `what`.
     """
     answer = function(*arguments)
     if answer < 0:

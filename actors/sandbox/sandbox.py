@@ -1,8 +1,9 @@
-"""Runs Python code that nobody has read, in a process of its own, and ends all that it started.
+"""Runs untrusted Python code in a separate process, and ends everything that it started.
 
-Invariant: `run` returns or raises only when the code's processes are gone and its folder, too; the
-daemon's environment, files and network are not the code's. An isolation is what a program that
-tries what it may not was seen to be held by; `none` is used only where the configuration says so.
+Invariant: `run` returns or raises only when the code's processes and its folder are gone; the code
+has no access to the daemon's environment, files and network. An isolation is used only after a
+probe that attempts forbidden things was stopped by it; `none` is used only if the configuration
+says so.
 """
 
 import asyncio
@@ -47,23 +48,24 @@ _PROBE_LIMITS = SandboxLimits(time_s=30.0)
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What became of a program."""
+    """The result of a program."""
 
     stdout: str
     stderr: str
     exit_code: int | None
-    """Negative: the signal that ended it. None: a limit ended it, as the flags say."""
+    """Negative: the signal that ended it. None: a limit ended it, see the flags."""
     is_timed_out: bool = False
     is_output_cut: bool = False
     is_out_of_memory: bool = False
-    """Its processes together; to a single one that asks for more, Python raises MemoryError."""
+    """Its processes together used too much memory; in a single process Python raises
+    MemoryError."""
 
     @property
     def is_success(self) -> bool:
         return self.exit_code == 0
 
     def failure(self, limits: SandboxLimits) -> str:
-        """Why it did not end with success, in a few words; "" if it did."""
+        """Why the program did not succeed, in a few words; "" if it did."""
         if self.is_timed_out:
             return f"it was ended after {limits.time_s:g} s"
         if self.is_output_cut:
@@ -86,7 +88,7 @@ def _signal_name(number: int) -> str:
 
 
 class Sandbox:
-    """Runs programs, so many at a time."""
+    """Runs programs, at most `max_concurrent` at a time."""
 
     def __init__(
         self,
@@ -102,11 +104,11 @@ class Sandbox:
     async def run(
         self, code: str, *, stdin: str = "", limits: SandboxLimits | None = None
     ) -> SandboxResult:
-        """What became of the code. Waits for a slot, which is not its time, then for its end or
-        that of its time.
+        """Run code and return its result. Waits for a slot, which does not count as its time, then
+        until it ends or its time is over.
 
         Raises:
-            ConfigError: this machine cannot keep the code apart.
+            ConfigError: this machine cannot isolate the code.
             OSError: the code was not started.
         """
         limits = self.limits if limits is None else limits
@@ -119,11 +121,11 @@ class Sandbox:
 
 
 def choose(wanted: IsolationChoice = "auto") -> Isolation:
-    """The isolation that programs get. Waits for one or two programs the first time, a fraction of
-    a second each.
+    """Choose the isolation that programs get. The first time it waits for one or two probes, a
+    fraction of a second each.
 
     Raises:
-        ConfigError: this machine does not have it, with what is missing.
+        ConfigError: this machine does not support it; the message says what is missing.
     """
     if sys.platform != "linux":
         raise ConfigError("code that a model wrote is run on Linux only")
@@ -141,10 +143,11 @@ def choose(wanted: IsolationChoice = "auto") -> Isolation:
 
 @cache
 def why_not(kind: Isolation) -> str:
-    """What this machine lacks for an isolation; "" if it holds programs. Waits for a program."""
+    """What this machine lacks for an isolation; "" if it works. Waits for a probe."""
     if kind == "landlock" and not landlock.version():
         return "the kernel has no Landlock, or the container forbids it"
-    # A folder that others cannot enter: root's attempts stay root's, whom rights would not hold.
+    # Other users cannot enter this folder, so a probe of root stays root, whom file permissions do
+    # not stop.
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.TemporaryDirectory() as own:
         outside = Path(own, "outside")
         outside.touch()
@@ -161,7 +164,7 @@ def why_not(kind: Isolation) -> str:
 
 @contextlib.contextmanager
 def _folder_of(code: str, within: str | None) -> Iterator[Path]:
-    """A new folder with the code in `main.py`, which is removed in the end."""
+    """A new folder with the code in `main.py`; the folder is removed at the end."""
     with tempfile.TemporaryDirectory(
         prefix="sandbox-", dir=within, ignore_cleanup_errors=True
     ) as name:
@@ -172,8 +175,8 @@ def _folder_of(code: str, within: str | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _file_of(text: str) -> Iterator[int]:
-    """An open file of the text in memory, which nobody can change: programs may ask a standard
-    input for its size, which a pipe does not have."""
+    """An open, sealed file in memory with the text. Programs may ask standard input for its size,
+    which a pipe does not have."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -189,10 +192,10 @@ def _file_of(text: str) -> Iterator[int]:
 async def _program(
     isolation: Isolation, code: str, stdin: str, limits: SandboxLimits, within: str | None = None
 ) -> SandboxResult:
-    """What became of it. Waits for its end, for the time limit or for too much output.
+    """Run a program and return its result. Waits for its end, the time limit or too much output.
 
     Raises:
-        OSError: it was not started.
+        OSError: the program was not started.
     """
     with _folder_of(code, within) as folder, _file_of(stdin) as given:
         status, written = os.pipe()
@@ -232,7 +235,7 @@ async def _program(
 
 @dataclass
 class _Output:
-    """What a program writes to one stream, up to the limit, beyond which it is ended."""
+    """What a program writes to one stream, up to the limit; a program that writes more is ended."""
 
     process: Process
     stream: asyncio.StreamReader
@@ -248,7 +251,7 @@ class _Output:
         return self.content[: self.longest].decode(errors="replace")
 
     async def read(self) -> None:
-        """Returns at the stream's end, which comes when the program has been ended."""
+        """Read until the stream ends, which it does when the program has ended."""
         while chunk := await self.stream.read(2**16):
             if self.is_cut:
                 continue
@@ -258,8 +261,9 @@ class _Output:
 
 
 async def _follow(process: Process, stdout: _Output, stderr: _Output, time_s: float) -> bool:
-    """Whether the program ran out of time. Waits for the end of the supervisor, and with it of all
-    that the program started; beyond `time_s`, for `_GRACE_S` at most before it kills."""
+    """Wait until the supervisor, and with it everything that the program started, has ended; return
+    whether the program ran out of time. After `time_s` the supervisor is terminated, and killed if
+    it does not end within `_GRACE_S`."""
     ended = asyncio.gather(process.wait(), stdout.read(), stderr.read())
     try:
         async with asyncio.timeout(time_s):

@@ -1,8 +1,8 @@
-"""The system calls that a program of the sandbox may make, as a filter for Linux' seccomp.
+"""The system calls that a program of the sandbox may make, as a seccomp filter.
 
 `make_filter` lets libseccomp compile the names below; it runs once in the daemon, and each program
-loads its result. Invariant: what is not named here is refused for good, with EPERM, to the program
-and to all that it starts; a call of a newer kernel, too.
+loads its result. Invariant: calls that are not named here, including those of newer kernels, are
+refused with EPERM to the program and everything that it starts; this cannot be undone.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ from itertools import chain, product
 
 from actors.sandbox.privileges import LIBC, call
 
-# Of the program itself, and of files, which the file system or Landlock guards. Not here, since it
-# would reach beyond: sync, inotify (instances are counted by user), memfd_create (no limit counts
-# it), shmget and the like, io_uring, keys, tracing, mounts, and names of namespaces.
+# Calls about the program itself, and about files, which the file system or Landlock guards. Left
+# out, since they reach further: sync, inotify (instances are counted per user), memfd_create (no
+# limit counts it), shmget and the like, io_uring, keys, tracing, mounts, and names of namespaces.
 _ALLOWED = """
     brk mmap mremap munmap mprotect madvise mincore msync mlock mlock2 munlock mlockall munlockall
     membarrier mseal pkey_alloc pkey_free pkey_mprotect get_mempolicy set_mempolicy mbind
@@ -41,26 +41,27 @@ _ALLOWED = """
     timer_getoverrun timer_delete rt_sigaction rt_sigprocmask rt_sigpending rt_sigsuspend
     rt_sigtimedwait rt_sigreturn sigaltstack restart_syscall
 """
-# Where the program has a namespace of processes and a file system of its own.
+# Also allowed if the program has its own process namespace and file system.
 _ALLOWED_APART = """
     fork vfork kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open pidfd_send_signal
     setpgid setpriority ioprio_get ioprio_set prlimit64 sched_setaffinity sched_setscheduler
     sched_setparam sched_setattr chmod fchmod fchmodat chown fchown lchown fchownat utime utimes
     utimensat futimesat truncate mkfifo mknod mknodat
 """
-# The C library takes an older call in their place.
+# The C library falls back to an older call.
 _UNKNOWN = "clone3 openat2 fchmodat2"
 
 _SELF = 2**31 - 2
-"""Stands for the program's own process in a filter; no process has this id."""
+"""Stands for the program's own process id in a filter; no process has this id."""
 _EQUAL, _MASKED = 4, 7
 _CLONE_THREAD, _CLONE_NAMESPACES = 0x00010000, 0x7E020080
 _F_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
-"""fcntl: duplicates, flags, locks, the size of a pipe to read, seals; no owner, lease or notice."""
+"""fcntl: duplicates, flags, locks, reading a pipe's size, seals; no owner, lease or
+notification."""
 _IOCTLS = (0x5401, 0x5413, 0x5421, 0x5450, 0x5451, 0x541B)
 """TCGETS, TIOCGWINSZ, FIONBIO, FIONCLEX, FIOCLEX, FIONREAD."""
 _PR_OPTIONS = (2, 3, 15, 16, 21, 23, 30, 38, 39, 42, 0x53564D41)
-"""prctl: what is asked, names of threads and of memory, no_new_privs."""
+"""prctl: queries, names of threads and of memory, no_new_privs."""
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _OPTIMIZE, _AS_TREE = 8, 2
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
@@ -68,7 +69,8 @@ _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
 
 
 class _Condition(ctypes.Structure):
-    """Of an argument, counted from 0: `value`, or what it has of the bits `value` is `bits`."""
+    """A condition on an argument (counted from 0): it equals `value`, or masked with `value` it
+    equals `bits`."""
 
     _fields_ = [
         ("argument", ctypes.c_uint),
@@ -83,11 +85,11 @@ _Rule = tuple[str, tuple[tuple[int, int, int, int], ...]]
 
 @cache
 def make_filter(*, is_apart: bool) -> bytes:
-    """The instructions of a filter.
+    """Compile the filter; return its instructions.
 
     Args:
-        is_apart: for a program that sees no other processes and no files but its own: it may start
-            and signal processes, and change the mode of files.
+        is_apart: for a program that sees only its own processes and files: it may start and signal
+            processes, and change the mode of files.
 
     Raises:
         OSError: libseccomp is not installed, or does not know this machine.
@@ -118,8 +120,8 @@ def make_filter(*, is_apart: bool) -> bytes:
 
 
 def load(code: bytes) -> None:
-    """Holds this process and its children to a filter. Needs `no_new_privs`. An OSError if the
-    kernel takes none."""
+    """Apply a filter to this process and its children. Needs `no_new_privs`. Raises OSError if the
+    kernel does not accept it."""
     own, filter_ = os.getpid(), bytearray(code)
     for place in range(0, len(filter_), 8):
         operation, yes, no, operand = struct.unpack_from("=HBBI", filter_, place)
@@ -132,7 +134,7 @@ def load(code: bytes) -> None:
 
 
 def _add(library: ctypes.CDLL, context: ctypes.c_void_p, action: int, rule: _Rule) -> None:
-    """Adds the rule, unless the machine has no such call."""
+    """Add the rule, unless the machine has no such call."""
     name, conditions = rule
     number = library.seccomp_syscall_resolve_name(name.encode())
     if number < 0:
@@ -144,13 +146,15 @@ def _add(library: ctypes.CDLL, context: ctypes.c_void_p, action: int, rule: _Rul
 
 
 def _rules(is_apart: bool) -> Iterator[_Rule]:
-    """The calls that are allowed, each with what its arguments have to be, or again with others."""
+    """The allowed calls, each with conditions on its arguments; a call may appear with several
+    conditions."""
     apart = _ALLOWED_APART.split() if is_apart else []
     yield from ((name, ()) for name in chain(_ALLOWED.split(), apart))
     commands = [("fcntl", _F_COMMANDS, 1), ("ioctl", _IOCTLS, 1), ("prctl", _PR_OPTIONS, 0)]
     for name, values, place in commands:
         yield from ((name, (_is(place, value),)) for value in values)
-    # To empty a file that one may only read is to write it, which not every Landlock knows.
+    # Truncating a read-only file on opening it is a write, which not every version of Landlock
+    # refuses.
     written = (_has(os.O_TRUNC, 0), _has(os.O_ACCMODE, os.O_WRONLY), _has(os.O_ACCMODE, os.O_RDWR))
     for (name, place), condition in product((("open", 1), ("openat", 2)), written):
         yield name, ((place, *condition),)

@@ -1,4 +1,4 @@
-"""Tools: what the policy calls, and what answers it; here what a tool is to an episode.
+"""Tools that the policy calls; this file defines what a tool is to an episode.
 
     functions.py       a function or a class of the user's own, at PATH.py:NAME
     builtin.py         arithmetic, and code in the sandbox
@@ -7,9 +7,9 @@
 
 A new kind of tool is a `ToolSource` and a line in `toolset.py`.
 
-Invariant: whatever a call comes to (an error, no answer, an unknown name) is a message that the
-policy reads, and a number in the episode's metrics; an episode fails only where its tools are out
-of reach.
+Invariant: whatever the outcome of a call (a result, an error, no answer, an unknown name), the
+policy reads it as a message, and the episode's metrics count it. An episode fails only if its tools
+cannot be reached.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from streamrl.interfaces import ToolSchema
 
 
 class ToolError(StreamRLError):
-    """A call that has no result; the policy reads the sentence."""
+    """A call that has no result; the policy reads the message."""
 
 
 class ToolSession(Protocol):
-    """The tools of one source, as one episode has them."""
+    """The tools of one source in one episode."""
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]: ...
@@ -35,30 +35,30 @@ class ToolSession(Protocol):
         """Whether a call may depend on earlier ones."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The result of one of its tools; called by several at a time.
+        """Call one of its tools; return the result. Several calls may run at a time.
 
         Raises:
-            ToolError: there is none.
+            ToolError: there is no result.
             RolloutError: the tool is out of reach.
         """
 
     async def close(self) -> None:
-        """Called once, with the episode's end."""
+        """Called once, at the end of the episode."""
 
 
 class ToolSource(Protocol):
-    """Where sessions come from; lives as long as its generator, whose end ends what it runs."""
+    """Opens sessions. It lives as long as its generator; what it runs ends with the generator."""
 
     limits: CallLimits
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
-        """Of its tools, as far as they are known before one is opened."""
+        """The schemas of its tools, as far as known before a session is opened."""
 
     async def open(self) -> ToolSession:
         """
         Raises:
-            RolloutError: its tools are out of reach.
+            RolloutError: its tools cannot be reached.
         """
 
 

@@ -1,7 +1,7 @@
 """The built-in tools `calculator` and `python`.
 
-`calculator`: arithmetic with + - * / // % ** and brackets. Invariant: a call ends in a moment,
-whatever the expression: nothing but numbers is evaluated, and none grows beyond `_MAX_DIGITS`.
+`calculator`: arithmetic with + - * / // % ** and brackets. Invariant: a call ends immediately,
+whatever the expression: only numbers are evaluated, and none grows beyond `_MAX_DIGITS`.
 """
 
 import ast
@@ -40,15 +40,15 @@ _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Number]] = {
 
 @dataclass
 class BuiltIn:
-    """A tool with one argument, a text, that it needs; the source of its one session, since no call
-    depends on others. Every call has ended all that it started, so that there is nothing to close.
+    """A tool with one required argument, a text. It is also its own source and session, since no
+    call depends on others. A call ends everything that it started, so there is nothing to close.
     """
 
     limits: CallLimits
     name: str
     description: str
     argument: tuple[str, str]
-    """Its name and its description."""
+    """Name and description of the argument."""
     answer: Callable[[str], Awaitable[str]]
     has_state = False
 
@@ -93,7 +93,7 @@ def calculator(settings: ToolSettings, setting: str) -> BuiltIn:
 def evaluate(expression: str) -> Number:
     """
     Raises:
-        ToolError: it is no arithmetic, or has no result.
+        ToolError: the expression is no arithmetic, or has no result.
     """
     if len(expression) > _MAX_LENGTH:
         raise ToolError(
@@ -144,7 +144,7 @@ def _real(number: Any) -> Number:
 
 
 def _as_text(number: Number) -> str:
-    """Whole numbers without a point, others with 12 digits.
+    """Write whole numbers without a decimal point, others with 12 digits.
 
     >>> _as_text(6 / 3), _as_text(1 / 3)
     ('2', '0.333333333333')
@@ -155,10 +155,10 @@ def _as_text(number: Number) -> str:
 
 
 def python(settings: ToolSettings, setting: str) -> BuiltIn:
-    """Each call is a process of its own.
+    """The tool `python`; each call runs in its own process.
 
     Raises:
-        ConfigError: `kwargs` has more than limits of the sandbox and `isolation`.
+        ConfigError: `kwargs` contains something other than limits of the sandbox and `isolation`.
     """
     limits = _limits(settings, setting)
     sandbox = Sandbox(
@@ -175,7 +175,7 @@ def python(settings: ToolSettings, setting: str) -> BuiltIn:
         return result.stdout or "(no output)"
 
     return BuiltIn(
-        # The sandbox ends a program at the limit and says what it printed until then.
+        # The sandbox ends a program at the limit and returns what it printed until then.
         settings.model_copy(update={"time_limit_s": settings.time_limit_s + _GRACE_S}),
         "python",
         "Runs a Python program and returns what it prints. No network; nothing is kept from one "
@@ -186,7 +186,7 @@ def python(settings: ToolSettings, setting: str) -> BuiltIn:
 
 
 def _limits(settings: ToolSettings, setting: str) -> SandboxLimits:
-    """Those of `kwargs`, with the tool's time."""
+    """The limits in `kwargs`, with the tool's time limit."""
     known = {field.name for field in fields(SandboxLimits)} - {"time_s"}
     limits = {name: value for name, value in settings.kwargs.items() if name != "isolation"}
     for name, value in limits.items():
@@ -208,6 +208,6 @@ def _isolation(settings: ToolSettings, setting: str) -> IsolationChoice:
 
 
 def _failure(result: SandboxResult, limits: SandboxLimits) -> str:
-    """What the program printed, and why it did not end well; the end of its errors says most."""
+    """What the program printed, and why it failed; of its errors only the end, which says most."""
     parts = (result.stdout.strip(), result.stderr.strip()[-2000:], result.failure(limits))
     return "\n".join(part for part in parts if part)

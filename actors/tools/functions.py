@@ -1,9 +1,9 @@
-"""Tools of the user's own: a function, or a class that is made anew for each episode.
+"""A user's own tools: a function, or a class that is instantiated for each episode.
 
-A class has `async def call(self, **arguments)` and, where it wants, `async def close(self)`; what
-it keeps in between is one episode's state.
+A class has a method `call(self, **arguments)` and optionally `close(self)`, each async or not; what
+an instance keeps is the state of one episode.
 
-Its OpenAI schema is from its signature and docstring, from a file, or as given.
+Its OpenAI schema comes from its signature and docstring, from a file, or from the settings.
 """
 
 import inspect
@@ -33,7 +33,7 @@ def schema_of(function: Callable[..., Any], setting: str) -> ToolSchema:
     Raises:
         ConfigError: the function lacks a type hint, or its docstring a description.
     """
-    # It takes seconds to load, and only a schema that is not given needs it.
+    # It takes seconds to import, and is needed only if no schema is given.
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -51,7 +51,7 @@ def schema_of(function: Callable[..., Any], setting: str) -> ToolSchema:
 
 
 def read_schema(given: Mapping[str, Any] | Path, setting: str) -> ToolSchema:
-    """A schema that the configuration gives, or that stands in a file.
+    """Read a schema that the configuration contains, or that is in a file.
 
     Raises:
         ConfigError: there is no such file, or it holds no function schema.
@@ -78,7 +78,7 @@ class UserTool:
     """The tool at PATH.py:NAME.
 
     Raises:
-        ConfigError: it cannot be loaded, or no schema can be made of it.
+        ConfigError: it cannot be loaded, or no schema can be made for it.
     """
 
     def __init__(self, settings: ToolSettings, setting: str) -> None:
@@ -97,7 +97,7 @@ class UserTool:
 
     async def open(self) -> ToolSession:
         if not self._is_class:
-            # What a module of its own keeps is of all episodes.
+            # State in a function's module is shared by all episodes.
             return _FunctionSession(self.schemas, self._loaded, self._threads)
         with attributed_to(self._owner, RolloutError):
             made = self._loaded(**self._kwargs)
@@ -106,7 +106,7 @@ class UserTool:
 
     def _make_schema(self, settings: ToolSettings, setting: str) -> ToolSchema:
         call: Any = getattr(self._loaded, "call", None)
-        # A schema that is given needs no signature.
+        # If a schema is given, no signature is needed.
         is_method = callable if settings.function_schema is not None else inspect.isfunction
         if self._is_class and not is_method(call):
             raise ConfigError(f"{self._owner}: the class has no method call(self, ...)")
@@ -121,7 +121,7 @@ class UserTool:
 
 @dataclass(frozen=True)
 class _FunctionSession:
-    """One function for one episode, with whose end `end` is called."""
+    """One function for one episode, at the end of which `end` is called."""
 
     schemas: tuple[ToolSchema, ...]
     function: Callable[..., Any]
@@ -143,7 +143,7 @@ class _FunctionSession:
             raise ToolError(str(error)) from error
 
     def _run(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """In a thread."""
+        """Run the function. Called in a thread."""
         with attributed_to(name, ToolError):
             return as_text(self.function(**arguments))
 
@@ -156,7 +156,7 @@ class _FunctionSession:
 
 
 def as_text(result: object) -> str:
-    """What the policy reads of a result: text as it stands, anything else as JSON."""
+    """A result as the policy reads it: text unchanged, anything else as JSON."""
     if isinstance(result, str):
         return result
     return json.dumps(result, default=str, ensure_ascii=False)

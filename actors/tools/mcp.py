@@ -1,11 +1,11 @@
 """The tools of an MCP server, by the official `mcp` package.
 
     McpServer     the server of the settings: which tools it has, and one session or many
-    Connection    a session, in a task of its own; begun when it is needed, and again when it broke
+    McpConnection a session, in its own task; begun when it is needed, and again after it broke
 
-Invariant: a server that dies costs the calls that wait for it, which are answered with an error: a
-call may have been the reason. The next call starts it, or reaches for it, again; where that fails,
-the episode does.
+Invariant: if a server dies, the calls that wait for it are answered with an error, since one of
+them may have been the reason. The next call starts or contacts the server again; if that fails, the
+episode fails.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from streamrl.user_code import attributed_to
 
 log = logging.getLogger(__name__)
 
-# What servers by URL say of a session that they do not know, since they have started again.
+# What servers by URL answer for a session that they do not know because they were restarted.
 _UNKNOWN = (INVALID_REQUEST, -32001)
 _LONGEST_START = 10
-"""Times the limit of a call."""
+"""The time limit of a start, as a multiple of a call's limit."""
 
 
 class McpServer:
@@ -50,10 +50,11 @@ class McpServer:
         return self._schemas or ()
 
     async def open(self) -> ToolSession:
-        """Waits for the server only while nobody knows which tools it has.
+        """Open a session. Waits for the server only while its tools are unknown.
 
         Raises:
-            RolloutError: it does not start, cannot be reached, or lacks a tool of the settings.
+            RolloutError: the server does not start, cannot be reached, or lacks a tool that the
+                settings name.
         """
         is_shared = self._settings.session == "generator"
         connection = self._shared if is_shared else McpConnection(self._settings)
@@ -96,14 +97,15 @@ class McpConnection:
         return self._settings.time_limit_s
 
     async def client(self) -> Client:
-        """Waits for the session to begin, if there is none. Raises whatever keeps it from that."""
+        """Return the session's client. Waits for the session to begin, if there is none. Raises
+        whatever keeps it from beginning."""
         async with self._beginning:
             if self._begun is None or self._task is None or self._task.done():
                 await self.close()
                 self._begun = asyncio.get_running_loop().create_future()
                 self._ending = asyncio.Event()
                 self._task = asyncio.create_task(self._serve(self._begun, self._ending))
-            # Of one that somebody has waited for in vain, the next caller waits for the rest.
+            # After a caller has given up waiting, the next one waits for the same start.
             either: set[asyncio.Future[Any]] = {self._begun, self._task}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not self._begun.done():
@@ -111,7 +113,7 @@ class McpConnection:
             return self._begun.result()
 
     async def close(self) -> None:
-        """Ends the session, and the server that was started for it. Waits for its end."""
+        """End the session, and the server if it was started for it. Waits for the end."""
         if self._task is None:
             return
         self._ending.set()
@@ -124,19 +126,20 @@ class McpConnection:
         self._task = None
 
     def forget(self, client: Client) -> None:
-        """The session of this client is broken: the next call begins another one, unless one has
-        begun."""
+        """Mark the session of this client as broken: the next call begins another one, unless
+        another one has already begun."""
         if self._begun is not None and self._begun.done() and self._begun.result() is client:
             self._begun = None
 
     def is_broken(self, error: MCPError) -> bool:
-        """Whether no call of the session will be answered after this answer. A tool may refuse
-        arguments with the same codes."""
+        """Whether this error means that the session will answer no more calls. The code alone does
+        not decide, since a tool may refuse arguments with the same codes."""
         is_unknown = error.code in _UNKNOWN and "session" in error.message.casefold()
         return error.code == CONNECTION_CLOSED or (self._settings.url is not None and is_unknown)
 
     async def _serve(self, begun: asyncio.Future[Client], ending: asyncio.Event) -> None:
-        """The session from its beginning to its end, in one task, as the package demands."""
+        """Run the session from beginning to end in one task, as the package demands. Waits for
+        `ending`."""
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(_LONGEST_START * self.time_limit_s):
                 client = await stack.enter_async_context(await self._make_client(stack))
@@ -149,7 +152,7 @@ class McpConnection:
             program, *arguments = settings.command
             parameters = {"args": arguments, "env": settings.environment}
             return Client(StdioServerParameters(command=program, **parameters))
-        # Calls have a limit of their own, before this one ends the session.
+        # Calls have their own, shorter limit; this one would end the session.
         longest_s = 2 * settings.time_limit_s
         client = httpx2.AsyncClient(headers=settings.headers, timeout=longest_s)
         http = await stack.enter_async_context(client)
@@ -158,7 +161,8 @@ class McpConnection:
 
 @dataclass(frozen=True)
 class _McpSession:
-    """The server's tools, as one episode has them. Of what its server keeps nobody knows."""
+    """The server's tools in one episode. They count as stateful, since the server's state is
+    unknown."""
 
     schemas: tuple[ToolSchema, ...]
     connection: McpConnection
@@ -168,7 +172,7 @@ class _McpSession:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         server = f"the MCP server of {name}"
         with attributed_to(server, RolloutError):
-            # Just before the limit of the call, whose end would be an answer to the policy.
+            # Just before the call's own limit, which would become an answer to the policy.
             limit_s = 0.95 * self.connection.time_limit_s
             try:
                 async with asyncio.timeout(limit_s):
@@ -217,7 +221,8 @@ def _schema(tool: Tool) -> ToolSchema:
 
 
 def _text(result: CallToolResult) -> str:
-    """The texts of a result, which are a ToolError's if it is one; other contents are named."""
+    """The texts of a result; other contents are named by type. Raises ToolError if the result is an
+    error."""
     parts = [getattr(part, "text", f"({part.type})") for part in result.content]
     text = "\n".join(parts)
     if result.is_error:

@@ -1,14 +1,14 @@
 """All tools of a generator, the calls of one episode, and the environment `tools`.
 
-    Toolset          of `generator.tools` and `generator.mcp_servers`; lives with its generator
+    Toolset          the tools of `generator.tools` and `generator.mcp_servers`
     EpisodeTools     one episode's sessions; runs its calls, and counts them by tool
-    ToolEnvironment  the policy calls tools until a turn of its makes no call
+    ToolEnvironment  the policy calls tools until one of its turns makes no call
 
-Invariant: a call is answered within its wait for a slot and its time limit, by a result or by a
-sentence that begins with "error:", unless the tool is out of reach, which fails the episode.
+Invariant: after its wait for a slot, a call is answered within its time limit, by a result or a
+message that begins with "error:"; if the tool cannot be reached, the episode fails.
 
-A completion that calls nothing, that was cut, or whose call cannot be read ends the episode; the
-last of these counts as an invalid turn. The reward judges the last turn, or the conversation.
+A completion ends the episode if it calls nothing, was cut, or has a call that cannot be read; the
+last counts as an invalid turn. The reward judges the last turn, or the conversation.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ BUILT_IN: Mapping[str, Callable[[ToolSettings, str], ToolSource]] = {
 
 @dataclass
 class ToolCounts:
-    """What the calls of one tool came to in an episode."""
+    """Counts of one tool's calls in an episode."""
 
     num_calls: int = 0
     num_errors: int = 0
@@ -65,13 +65,13 @@ class Toolset:
         self._sources = [(s, asyncio.Semaphore(s.limits.max_concurrent)) for s in sources]
 
     async def open(self, names: Sequence[str] = ()) -> "EpisodeTools":
-        """The tools of one episode. Waits for servers that have to be started or reached.
+        """Open the tools of one episode. Waits for servers that must be started or contacted.
 
         Args:
-            names: of those that may be called; none: all.
+            names: the tools that may be called; none: all.
 
         Raises:
-            RolloutError: one is out of reach or unknown, or two tools have one name.
+            RolloutError: a tool cannot be reached or is unknown, or two tools have the same name.
         """
         opened: list[_Opened] = []
         try:
@@ -87,7 +87,7 @@ class Toolset:
 
 
 class _Opened(NamedTuple):
-    """The tools of one source in one episode; the slots are for the calls of all episodes."""
+    """The tools of one source in one episode; all episodes share the slots for its calls."""
 
     session: ToolSession
     limits: CallLimits
@@ -98,7 +98,7 @@ class EpisodeTools:
     """The tools of one episode.
 
     Raises:
-        RolloutError: two tools have one name, or one that is asked for is not there.
+        RolloutError: two tools have the same name, or a requested tool does not exist.
     """
 
     def __init__(self, opened: Sequence[_Opened], names: Sequence[str] = ()) -> None:
@@ -117,7 +117,8 @@ class EpisodeTools:
         self._num_unknown = 0
 
     async def answer(self, call: Mapping[str, Any]) -> Message:
-        """The message of the role `tool` that answers a call of `Renderer.parse`.
+        """Run a call that `Renderer.parse` returned; return its answer, a message with the role
+        `tool`.
 
         Raises:
             RolloutError: the tool is out of reach.
@@ -137,7 +138,7 @@ class EpisodeTools:
         return {**known, "tool/num_unknown": self._num_unknown}
 
     def snapshot(self) -> Mapping[str, Any] | None:
-        """Of the calls so far; None if a session may know them."""
+        """A snapshot of the counts so far; None if a session may have state."""
         if any(one.session.has_state for one in self._opened):
             return None
         counts = {name: astuple(count) for name, count in self._counts.items()}
@@ -152,7 +153,7 @@ class EpisodeTools:
         await _all(one.session.close() for one in self._opened)
 
     async def _result(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Waits for a slot, then for the result or the time limit."""
+        """Run a call. Waits for a slot, then for the result or the time limit."""
         session, limits, slots = self._tools[name]
         async with slots:
             begun = monotonic()
@@ -165,7 +166,7 @@ class EpisodeTools:
             except asyncio.CancelledError as error:
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
-                # The tool's own.
+                # The tool itself raised it.
                 content, is_error = f"error: {name}: CancelledError: {error}", True
             except TimeoutError:
                 content, is_error = f"error: no answer within {limits.time_limit_s:g} s", True
@@ -173,14 +174,14 @@ class EpisodeTools:
             counts.num_calls += 1
             counts.num_errors += is_error
             counts.time_s += monotonic() - begun
-        # Half a surrogate pair, as JSON can hold it, is no text that a tokenizer takes.
+        # A lone surrogate, which JSON allows, cannot be tokenized.
         return cut(content, limits.max_result_length).encode(errors="replace").decode()
 
 
 def make_sources(generator: GeneratorSettings) -> tuple[ToolSource, ...]:
     """
     Raises:
-        ConfigError: a tool is unknown, or cannot be made.
+        ConfigError: a tool is unknown or cannot be made.
     """
     tools = [_make(tool, f"generator.tools.{i}") for i, tool in enumerate(generator.tools)]
     if not generator.mcp_servers:
@@ -206,14 +207,14 @@ def _make(settings: ToolSettings, setting: str) -> ToolSource:
 
 
 def cut(text: str, longest: int) -> str:
-    """The text, or its beginning and how much it is of the whole."""
+    """The text, shortened if needed: its beginning, and how much of the whole that is."""
     if len(text) <= longest:
         return text
     return f"{text[:longest]}\n(cut: the first {longest} of {len(text)} characters)"
 
 
 async def _all(awaited: Iterable[Awaitable[T]]) -> list[T]:
-    """Waits for the end of each, then raises the first error."""
+    """Wait until all have ended, then raise the first error, if any."""
     outcomes = await asyncio.gather(*awaited, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -227,7 +228,7 @@ class ToolEnvironment:
     def __init__(self, toolset: Toolset, tools: Sequence[str] = ()) -> None:
         """
         Args:
-            tools: names of those that may be called; none: all.
+            tools: names of the tools that may be called; none: all.
         """
         self._toolset = toolset
         self._names = tuple(tools)
@@ -235,14 +236,14 @@ class ToolEnvironment:
         self._context: EnvironmentContext | None = None
 
     async def start(self, context: EnvironmentContext) -> Observation:
-        """The prompt, with the tools as the chat template describes them. Waits for the tools."""
+        """Return the prompt's messages and the tools' schemas. Waits for the tools."""
         self._context = context
         self._tools = await self._toolset.open(self._names)
         messages = context.renderer.messages(context.prompt)
         return Observation(messages=messages, tools=self._tools.schemas)
 
     async def step(self, completion: Completion) -> Transition:
-        """The answers to the completion's calls. Waits for the slowest, at most its time limit."""
+        """Answer the completion's calls. Waits for the slowest one."""
         assert self._tools is not None, "start comes first"
         assert self._context is not None, "start comes first"
         message = self._context.renderer.parse(completion.token_ids.tolist(), self._tools.schemas)
@@ -261,11 +262,11 @@ class ToolEnvironment:
         )
 
     async def snapshot(self) -> Any:
-        """None where a session may know earlier calls."""
+        """The state of the tools; None if a session may have state."""
         return None if self._tools is None else self._tools.snapshot()
 
     async def restore(self, context: EnvironmentContext, snapshot: Any) -> None:
-        """Waits for the tools."""
+        """Open the tools again and restore their counts. Waits for the tools."""
         await self.start(context)
         assert self._tools is not None, "they were opened"
         self._tools.restore(snapshot)
