@@ -1,13 +1,13 @@
-"""Rows of files and data sets, each with its place, read when they are asked for.
+"""Rows of files and data sets, each with its place, read on demand.
 
-    rows       Row, what a set of rows offers, and how values are shown
+    rows       Row, the interface of a set of rows, and how values are shown
     text       JSONL (also compressed), JSON, CSV
     arrow      parquet, and folders and names of the `datasets` library
 
-Invariant: a row that is returned is an object; a file that cannot be read, and a row that is none,
-is one sentence that begins with the setting and names the place. The same rows have the same values
-whatever file they are in, but for CSV, where all of them are text. A new format is a suffix, a
-class with `__len__` and `__getitem__`, and a branch in `_open_file`.
+Invariant: a returned row is an object. If a file cannot be read, or a row is no object, the error
+begins with the setting and names the place. The same rows have the same values in every format,
+except in CSV, where all values are text. A new format is a suffix, a class with `__len__` and
+`__getitem__`, and a branch in `_open_file`.
 """
 
 import glob
@@ -30,7 +30,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", *COMPRESSED)
 
 
 def has_rows(source: str) -> bool:
-    """Whether the source is a file, a pattern of files, or a data set, with rows to count.
+    """Whether the source has countable rows: a file, a pattern of files, or a data set.
 
     >>> has_rows("train/*.parquet"), has_rows("datasets:openai/gsm8k"), has_rows("addition")
     (True, True, False)
@@ -39,7 +39,7 @@ def has_rows(source: str) -> bool:
 
 
 def open_rows(setting: str, source: str, *, subset: str | None, split: str | None) -> RowSource:
-    """The rows of what `has_rows`; of several files one after the other, sorted by name.
+    """The rows of a source that `has_rows`; several files follow each other, sorted by name.
 
     Raises:
         ConfigError: it cannot be read, has another format, or has no rows.
@@ -58,8 +58,8 @@ def open_rows(setting: str, source: str, *, subset: str | None, split: str | Non
 def count_rows(
     setting: str, source: str, *, subset: str | None = None, split: str | None = None
 ) -> int:
-    """How many `open_rows` has, with its errors; what they hold is looked at only where counting
-    needs it."""
+    """The number of rows of `open_rows`, with its errors; the rows' content is read only if
+    counting needs it."""
     if is_data_set(source):
         return len(open_rows(setting, source, subset=subset, split=split))
     counts = [_count(setting, path) for path in _matching(setting, source)]
@@ -71,8 +71,8 @@ def count_rows(
 def fingerprint(
     setting: str, source: str, *, subset: str | None, split: str | None
 ) -> tuple[int, str]:
-    """What tells the rows of `open_rows` from others: how many there are, and the SHA-256 of the
-    bytes of the files, one after the other. Reads every byte, with the errors of `open_rows`."""
+    """Identify the rows of `open_rows` by their number and the SHA-256 of all files' bytes, one
+    file after the other. Reads every byte; raises as `open_rows` does."""
     if is_data_set(source):
         data_set = open_data_set(setting, source, subset=subset, split=split)
         num_rows, files = len(data_set), data_set.files

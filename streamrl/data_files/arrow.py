@@ -1,8 +1,8 @@
-"""Rows that Arrow holds: compact, and objects only row by row.
+"""Rows held by Arrow: compact in memory; each becomes an object when it is read.
 
 Parquet files, and data sets of the `datasets` library: folders that it saved, and names on the
 Hugging Face hub. A name is downloaded once; with HF_HUB_OFFLINE=1 it is read from the library's
-cache. Images stay as they are encoded: the library would decode them all, and without limits.
+cache. Images stay encoded: the library would decode them all, without limits.
 """
 
 import os
@@ -19,8 +19,8 @@ _BATCH = 256
 
 
 class ArrowRows:
-    """The rows of a table of Arrow, or of a data set in that format, which maps its files into
-    memory. `files` are those that hold the rows of a data set, and which of them it has."""
+    """The rows of an Arrow table, or of a data set in that format, which maps its files into
+    memory. `files` are the files that contain a data set's rows and their indices."""
 
     def __init__(self, setting: str, name: str, table: Any, files: tuple[Path, ...] = ()) -> None:
         self._setting, self._name, self._table = setting, name, table
@@ -80,7 +80,7 @@ def read_parquet(setting: str, path: Path) -> ArrowRows:
         try:
             table = file.read()
         except NotImplementedError:
-            # A column of lists with 2 GiB or more, as of images.
+            # A column of lists with 2 GiB or more, such as images.
             from pyarrow import Table
 
             table = Table.from_batches(file.iter_batches(_BATCH), file.schema_arrow)
@@ -88,7 +88,7 @@ def read_parquet(setting: str, path: Path) -> ArrowRows:
 
 
 def count_parquet(setting: str, path: Path) -> int:
-    """As the file's footer says."""
+    """The number of rows, by the file's footer."""
     with _parquet_file(setting, path) as file:
         return int(file.metadata.num_rows)
 
@@ -111,7 +111,7 @@ _HUB = "datasets:"
 
 
 def is_data_set(source: str) -> bool:
-    """Whether it is datasets:NAME, or a folder."""
+    """Whether the source is datasets:NAME or a folder."""
     return source.startswith(_HUB) or os.path.isdir(source)
 
 
@@ -132,7 +132,7 @@ def open_data_set(setting: str, source: str, *, subset: str | None, split: str |
             found = datasets.load_dataset(name, subset, split=split)
         else:
             name, found = Path(source).name, datasets.load_from_disk(source)
-    except Exception as error:  # The library's own have no class in common.
+    except Exception as error:  # The library's errors have no common class.
         is_general = isinstance(error, datasets.exceptions.DatasetGenerationError)
         reason = (is_general and error.__cause__) or error
         hint = "" if source.startswith(_HUB) else f"; other files there are {_HUB}{source}"
@@ -144,7 +144,7 @@ def open_data_set(setting: str, source: str, *, subset: str | None, split: str |
 
 
 def _split(setting: str, source: str, found: Any, split: str | None) -> Any:
-    """The one split of a dictionary of them, or that which is named."""
+    """The split that is named, or the only one of a dictionary."""
     if not isinstance(found, dict):
         return found
     if split is None and len(found) == 1:

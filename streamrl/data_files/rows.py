@@ -1,4 +1,4 @@
-"""A row, what a set of rows offers, and the sentences about them."""
+"""A row, the interface of a set of rows, and how messages show values."""
 
 import itertools
 from bisect import bisect_right
@@ -12,7 +12,8 @@ from streamrl.errors import ConfigError
 
 
 class Row(NamedTuple):
-    """`place` is where a person finds it, such as "line 3 of a.jsonl"; both count from 1."""
+    """`place` says where a person finds the row, such as "line 3 of a.jsonl"; numbers count from
+    1."""
 
     fields: Mapping[str, Any]
     place: str
@@ -49,7 +50,7 @@ class ConcatenatedRows:
 def row(setting: str, place: str, fields: Any) -> Row:
     """
     Raises:
-        ConfigError: it is not an object.
+        ConfigError: the row is not an object.
     """
     if not isinstance(fields, dict):
         raise ConfigError(f"{setting}: {place} was {shown(fields)}; it must be a JSON object")
@@ -60,9 +61,9 @@ _OF_JSON = frozenset({str, int, float, bool, type(None)})
 
 
 def as_json_values(value: Any) -> Any:
-    """A value of Arrow or Python as a JSON file has it: dates, decimals and bytes of text are text,
-    and arrays (pandas has them for lists) and tuples are lists, at every depth. Libraries that read
-    JSON make times of dates, which are dates again; the bytes of images stay.
+    """Convert a value of Arrow or Python to what a JSON file has, at every depth: dates, decimals
+    and bytes of text become text; arrays (which pandas uses for lists) and tuples become lists.
+    Dates that a JSON library has turned into midnights become dates again; bytes of images stay.
 
     >>> as_json_values({"day": datetime(2024, 5, 1), "sum": Decimal("18.90"), "name": b"a"})
     {'day': '2024-05-01', 'sum': '18.90', 'name': 'a'}
@@ -93,6 +94,6 @@ def as_json_values(value: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """The value in a sentence, cut to 60 characters."""
+    """The value as shown in a message, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Files of text: JSON lines, which stay on disk, and JSON and CSV, which are read as a whole."""
+"""Text files: JSON lines, which stay on disk, and JSON and CSV, which are read as a whole."""
 
 import csv
 import gzip
@@ -60,7 +60,7 @@ class JsonLines:
         try:
             return row(self._setting, place, json.loads(text))
         except ValueError as error:
-            # The place that the error names is one within the line.
+            # The error's own place counts within the line, so it is left out.
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise ConfigError(f"{self._setting}: {place} is not JSON: {reason}") from error
 
@@ -78,7 +78,7 @@ class JsonLines:
 
 
 def count_lines(setting: str, path: Path) -> int:
-    """Those that are not blank."""
+    """The number of lines that are not blank."""
     with _opened(setting, path) as lines:
         return sum(not line.isspace() for line in lines)
 
@@ -119,7 +119,7 @@ def read_csv(setting: str, path: Path) -> tuple[Row, ...]:
 
 
 def _opened(setting: str, path: Path) -> IO[bytes]:
-    """The file's bytes; those of a compressed one are in memory."""
+    """Open the file's bytes; a compressed file is decompressed in memory."""
     try:
         match path.suffix:
             case ".zst":
@@ -135,7 +135,7 @@ def _opened(setting: str, path: Path) -> IO[bytes]:
 def _frames(data: bytes) -> Iterator[bytes]:
     """
     Raises:
-        EOFError: the last one is not whole.
+        EOFError: the last frame is incomplete.
     """
     while data:
         frame = zstandard.ZstdDecompressor().decompressobj()

@@ -11,8 +11,8 @@ from streamrl.errors import ConfigError
 from streamrl.model_folder import VISION
 
 _ZEROES_PADDING = frozenset({"youtu"})
-"""Model types of which transformers sets the embedding of the pad token to 0 when it has loaded it,
-and with it the row of a tied LM head."""
+"""Model types whose pad token's embedding transformers sets to 0 after loading, and with it the row
+of a tied LM head."""
 
 
 def has_vision(config: Any) -> bool:
@@ -21,14 +21,15 @@ def has_vision(config: Any) -> bool:
 
 
 def auto_model(config: Any) -> Any:
-    """The class whose `from_pretrained` and `from_config` make the model of this configuration."""
+    """The auto class whose `from_pretrained` and `from_config` make the model of this
+    configuration."""
     return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
 def empty_model(path: str, *, trust_remote_code: bool) -> Any:
     """The model of the folder or hub name without its weights, which costs no memory."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    # Without a dtype transformers sets that of all threads of the process meanwhile.
+    # Without a dtype, transformers would change the default dtype of all threads meanwhile.
     with torch.device("meta"):
         return auto_model(config).from_config(
             config, dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -44,13 +45,13 @@ def load_pretrained(
     needs_head: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """The model of the folder or hub name, with all its weights from there; transformers by itself
-    draws those at random that are missing, in each process others. `setting` names the folder;
-    without `needs_head` the weights of the LM head may be missing, as a reward model's are.
+    """Load the model of a folder or hub name, with all of its weights. (transformers by itself
+    would draw missing weights at random, different ones in each process.) `setting` names the
+    folder; without `needs_head` the weights of the LM head may be missing, as in a reward model.
 
     Raises:
         OSError, ValueError: there is no model.
-        ConfigError: its weights are damaged, or not those of its config.json.
+        ConfigError: its weights are damaged, or do not match its config.json.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     padding = getattr(config, "pad_token_id", None)

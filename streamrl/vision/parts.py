@@ -1,15 +1,15 @@
-"""Content parts of chat messages that are images or videos, and the media that they hold.
+"""Content parts of chat messages that are images or videos, and their media.
 
     {"type": "image", "image": X}       {"type": "image_url", "image_url": {"url": X}}
     {"type": "video", "video": [X, ...], "fps": 2}
 
-X is a path, bytes, a `data:` URL with base64, a Pillow image, {"bytes": ..., "path": ...} as
-parquet files of the `datasets` library have it, or a `Media`. A video is a list of its frames.
+X is a path, bytes, a `data:` URL with base64, a Pillow image, {"bytes": ..., "path": ...} as in
+parquet files of the `datasets` library, or a `Media`. A video is a list of its frames.
 
-Invariant: a medium is read once, by `loaded`; behind it messages hold `Media`, and a path that
-comes from elsewhere is refused, since a conversation may be written by a stranger.
-Encoded images become pixels under limits that a hostile file cannot exceed: no more than MAX_PIXELS
-are decoded of one image, whatever its header says, and only by decoders of still images.
+Invariant: a medium is read once, by `loaded`; afterwards messages contain `Media`, and paths from
+elsewhere are refused, since a stranger may have written the conversation. Encoded images become
+pixels within limits that a hostile file cannot exceed: at most MAX_PIXELS of an image are decoded,
+whatever its header says, and only by decoders of still images.
 """
 
 import base64
@@ -26,16 +26,16 @@ from streamrl.extras import missing
 from streamrl.types import Media
 
 MAX_PIXELS = 2**26
-"""Of one image: 64 million."""
+"""The most pixels of one image: 64 million."""
 MAX_BYTES = 2**26
-"""Of one encoded image."""
+"""The most bytes of one encoded image."""
 MAX_ASPECT = 200
-"""The longer side of an image in lengths of the shorter one."""
+"""The largest ratio of an image's longer side to its shorter one."""
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 
 
 def pillow(place: str) -> Any:
-    """Pillow's `Image` module.
+    """Return Pillow's `Image` module.
 
     Raises:
         ConfigError: it is not installed.
@@ -48,10 +48,10 @@ def pillow(place: str) -> Any:
 
 
 def decode(data: bytes, place: str) -> Any:
-    """The image in `data` as Pillow's, in RGB and upright; `place` is where it was found.
+    """Decode an image to a Pillow image, in RGB and upright; `place` says where it was found.
 
     Raises:
-        RolloutError: it is no image that is read here, or exceeds a limit.
+        RolloutError: it is no image in a supported format, or exceeds a limit.
     """
     image = opened(data, place)
     from PIL import ImageOps
@@ -64,12 +64,13 @@ def decode(data: bytes, place: str) -> Any:
 
 
 def opened(data: bytes, place: str) -> Any:
-    """The image with its header read and its pixels not, within the limits; errors as `decode`."""
+    """Open an image and check its limits: reads the header, not the pixels. Raises as `decode`
+    does."""
     image_of = pillow(place)
     if len(data) > MAX_BYTES:
         raise RolloutError(f"{place}: an image has {len(data)} bytes; at most {MAX_BYTES} are read")
     try:
-        # Pillow's own warning of large images; the limit below is ours.
+        # Silence Pillow's own warning about large images; our limit is below.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", image_of.DecompressionBombWarning)
             image = image_of.open(io.BytesIO(data), formats=FORMATS)
@@ -110,7 +111,7 @@ def is_medium(part: Any) -> bool:
 
 
 def media_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Those of a conversation, in order."""
+    """Yield the images and videos of a conversation, in order."""
     for message in messages:
         content = message.get("content")
         if isinstance(content, list | tuple):
@@ -126,7 +127,7 @@ def media_of(messages: Sequence[Mapping[str, Any]], place: str) -> tuple[Media, 
     """The media of a conversation, in order; no path is read.
 
     Raises:
-        RolloutError: one is malformed, too large or a path; the message begins with `place`.
+        RolloutError: a medium is malformed, too large or a path; the message begins with `place`.
     """
     return tuple(_medium(part, place, None) for part in media_parts(messages))
 
@@ -134,7 +135,8 @@ def media_of(messages: Sequence[Mapping[str, Any]], place: str) -> tuple[Media, 
 def loaded(
     messages: Sequence[Mapping[str, Any]], place: str, folder: Path
 ) -> tuple[Mapping[str, Any], ...]:
-    """The conversation with a `Media` in every part that is one; paths are relative to `folder`.
+    """Return the conversation with its images and videos read to `Media`; paths are relative to
+    `folder`.
 
     Raises:
         RolloutError: a file cannot be read, or holds no image within the limits.
@@ -167,8 +169,8 @@ def paths_in(messages: Sequence[Mapping[str, Any]], place: str) -> Iterator[str]
 
 
 def as_template_reads(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation as a chat template takes it: which kind of part stands where, without the
-    media themselves."""
+    """The conversation as a chat template takes it: with the kinds of parts in their places,
+    without the media themselves."""
     return [{**message, "content": _placed(message.get("content"))} for message in messages]
 
 
@@ -223,7 +225,7 @@ def _read(value: Any, place: str, folder: Path | None) -> bytes:
 
 
 def _unwrapped(value: Any, place: str) -> Any:
-    """Bytes, a data: URL, a path, or a Pillow image."""
+    """Unwrap an image to bytes, a data: URL, a path, or a Pillow image."""
     match value:
         case {"url": inner}:
             return _unwrapped(inner, place)

@@ -1,9 +1,10 @@
-"""What a vision tower takes of a medium: patches and their grid, by the model's image processor.
+"""A medium as the vision tower takes it: patches and their grid, made by the model's image
+processor.
 
-The processor is transformers' own, in its Pillow version wherever that exists: it needs no
-torchvision, and gives generators and learner the same numbers. A video is made of the patches of
-its frames, which is what transformers' video processor computes; the last frame is repeated where
-the frames do not fill a patch in time.
+The processor is transformers' own, in its Pillow version if there is one, which needs no
+torchvision and gives generators and learner the same numbers. The patches of a video are made from
+those of its frames, with the same result as transformers' video processor; if the frames do not
+fill a patch in time, the last frame is repeated.
 
 Invariant: equal media give equal patches. Safe to use from several threads.
 Shapes: P patches, C channels, D values of a patch.
@@ -33,11 +34,11 @@ class Patches(NamedTuple):
     values: NDArray[np.float32]
     grid: tuple[int, int, int]
     seconds_per_grid: float
-    """Between two patches in time; 1 for an image."""
+    """Seconds between two patches in time; 1 for an image."""
 
 
 class PatchReader:
-    """The patches of a run's media; those read last are kept, up to `_CACHE_BYTES`."""
+    """Reads media to patches; the most recent ones are cached, up to `_CACHE_BYTES`."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -50,10 +51,11 @@ class PatchReader:
     def of(
         cls, path: str, *, trust_remote_code: bool = False, setting: str = "model.path"
     ) -> "PatchReader | None":
-        """Of the model in this folder, which `setting` names; None if it sees no images.
+        """Make the reader of the model in a folder, which `setting` names; None if it sees no
+        images.
 
         Raises:
-            ConfigError: there is no model, it lacks its image processor, or Pillow is missing.
+            ConfigError: there is no model, its image processor is missing, or Pillow is.
         """
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -70,19 +72,20 @@ class PatchReader:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """By which pixels become patches."""
+        """The processor's settings, by which pixels become patches."""
         settings: dict[str, Any] = self._processor.to_dict()
         return settings
 
     def size(self, medium: Media, place: str = "a medium") -> Size:
-        """How many tokens it has, with the errors of `read`."""
+        """How many tokens a medium takes; raises as `read` does."""
         grid = self.read(medium, place).grid
         return Size(medium.kind, int(np.prod(grid)) // self._merged)
 
     def read(self, medium: Media, place: str = "a medium") -> Patches:
         """
         Raises:
-            RolloutError: it is no image, is damaged or exceeds a limit; it begins with `place`.
+            RolloutError: it is no image, is damaged or exceeds a limit; the message begins with
+                `place`.
         """
         with self._lock:
             known = self._known.get(medium.id)
@@ -98,7 +101,7 @@ class PatchReader:
     def _read(self, medium: Media, place: str) -> Patches:
         frames = [decode(part, place) for part in medium.parts]
         if len({frame.size for frame in frames}) > 1:
-            # All frames of a video have the size of its first one.
+            # All frames of a video get the size of its first one.
             frames = [frame.resize(frames[0].size) for frame in frames]
         output = self._processor(images=frames, return_tensors="np")
         values = np.asarray(output["pixel_values"], dtype=np.float32)
@@ -112,8 +115,9 @@ class PatchReader:
 
 
 def _in_time(frames: NDArray[np.float32], depth: int) -> NDArray[np.float32]:
-    """Patches of a video [P, D] from those of its frames [F, P of a frame, D], each of which has
-    its pixels `depth` times: the i-th copy is replaced by those of the i-th frame of a patch."""
+    """Patches of a video [P, D] from the patches of its frames [F, P of a frame, D]. Each of these
+    contains its pixels `depth` times; in the result the i-th copy is that of a patch's i-th
+    frame."""
     missing = -len(frames) % depth
     padded = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
     num_patches = frames.shape[1]

@@ -1,10 +1,10 @@
-"""Where the media of a conversation stand among its token ids.
+"""Finds the places of a conversation's media among its token ids.
 
 A chat template writes one placeholder token for each medium; a model reads as many as the medium
-has patches. Token ids that are recorded are those that the model reads.
+has tokens. Recorded token ids are those that the model reads.
 
-Invariant: a medium's place is a function of the token ids and of the media before it. A policy may
-sample a placeholder token, too; a run of them that no medium fits is text.
+Invariant: a medium's place depends only on the token ids and the media before it. A policy may also
+sample placeholder tokens; a run of them that fits no medium is text.
 """
 
 import itertools
@@ -45,10 +45,10 @@ class Placeholders:
     def expand(
         self, token_ids: Sequence[int], sizes: Sequence[Size], place: str
     ) -> tuple[int, ...]:
-        """Token ids as a model reads them, from those of a rendered template.
+        """Expand the token ids of a rendered template to those that the model reads.
 
         Raises:
-            RolloutError: there are other placeholders than media; it begins with `place`.
+            RolloutError: placeholders and media do not match; the message begins with `place`.
         """
         kinds = [kind for token in token_ids if (kind := self._kind(token))]
         if kinds != [size.kind for size in sizes]:
@@ -64,16 +64,16 @@ class Placeholders:
         return tuple(itertools.chain.from_iterable(repeated))
 
     def find(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> tuple[MediaPlace, ...]:
-        """The place of each medium, in order: the first runs of placeholders that they fit.
+        """Find the place of each medium, in order: the first run of placeholders that fits it.
 
         Raises:
-            RolloutError: one has no place.
+            RolloutError: a medium has no place.
         """
         runs = self._runs(token_ids)
         return tuple(_next_fitting(runs, size) for size in sizes)
 
     def collapse(self, token_ids: Sequence[int], sizes: Sequence[Size]) -> list[int]:
-        """Token ids with one placeholder for each medium, from those that a model reads."""
+        """Reduce token ids that a model reads to one placeholder for each medium."""
         repeated = {
             position
             for place in self.find(token_ids, sizes)

@@ -1,8 +1,8 @@
-"""From token ids and media to what a text model takes: embeddings, and positions of three axes.
+"""Turns token ids and media into a text model's inputs: embeddings, and positions on three axes.
 
-Invariant: an embedding is a function of its own trajectory's media, whatever shares the call, and
-a medium that several trajectories share goes through the tower once.
-Called by: the HF engine for prompts, the learner's network for micro-batches.
+Invariant: an embedding depends only on the media of its own trajectory, whatever else is in the
+call; a medium that several trajectories share goes through the tower once. Called by: the HF engine
+for prompts, the learner's network for micro-batches.
 Shapes: B rows, L tokens of a row, H hidden size, P patches, T tokens of one conversation.
 """
 
@@ -22,7 +22,7 @@ from streamrl.vision.places import Placeholders
 
 
 class VisionTower:
-    """The part of a model that sees; without `is_trained` it passes no gradient back."""
+    """The vision part of a model; without `is_trained` it passes no gradient back."""
 
     def __init__(
         self, model: PreTrainedModel, reader: PatchReader, *, is_trained: bool = True
@@ -35,10 +35,10 @@ class VisionTower:
     def embed(
         self, token_ids: torch.Tensor, media: Sequence[Sequence[Media]], starts: Sequence[int]
     ) -> torch.Tensor:
-        """[B, L, H] of the tokens [B, L], with the media's features in their places.
+        """Embeddings [B, L, H] of the tokens [B, L], with the media's features in their places.
 
         Args:
-            media: of each conversation.
+            media: the media of each conversation.
             starts: where each conversation begins among the flat tokens [B * L].
 
         Raises:
@@ -71,9 +71,9 @@ class VisionTower:
         }
 
     def positions(self, token_ids: Sequence[int], media: Sequence[Media]) -> torch.Tensor:
-        """[3, T] positions of a conversation in time, height and width.
+        """Positions [3, T] of a conversation in time, height and width.
 
-        A token behind it, which is text, continues them by one each: see `offset`.
+        Each text token after it continues the positions by one: see `offset`.
         """
         if not media:
             return torch.arange(len(token_ids)).expand(3, -1)
@@ -93,7 +93,7 @@ class VisionTower:
         return positions[:, 0]
 
     def offset(self, token_ids: Sequence[int], media: Sequence[Media]) -> int:
-        """What is added to the place of a token behind this conversation to get its position."""
+        """The difference between position and index of a token that follows this conversation."""
         return int(self.positions(token_ids, media).max()) + 1 - len(token_ids)
 
     def plain_inputs(self, token_ids: Sequence[int], images: Sequence[Media]) -> dict[str, Any]:
@@ -110,15 +110,15 @@ class VisionTower:
         return {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
 
     def _kinds(self, token_ids: Sequence[int], media: Sequence[Media]) -> torch.Tensor:
-        """[1, T] 1 for a token of an image, 2 for one of a video, 0 for text."""
+        """The kind of each token [1, T]: 1 for an image's, 2 for a video's, 0 for text."""
         kinds = torch.zeros(1, len(token_ids), dtype=torch.int64)
         for place in self.placeholders.find(token_ids, self._sizes(media)):
             kinds[0, place.start : place.stop] = 1 if place.kind == "image" else 2
         return kinds
 
     def _nothing(self, like: torch.Tensor) -> torch.Tensor | float:
-        """0, with a gradient of 0 to the tower where other ranks may have one: ranks that share
-        its parameters add up the gradients of the same ones."""
+        """A zero, which passes a zero gradient to the tower if other ranks may have a gradient
+        there: ranks that share its parameters must all add gradients for the same parameters."""
         is_shared = distributed.is_initialized() and distributed.get_world_size() > 1
         if not (is_shared and self._is_trained and torch.is_grad_enabled()):
             return 0.0
@@ -134,7 +134,7 @@ class VisionTower:
         return [self.reader.size(medium) for medium in media]
 
     def _features(self, media: Sequence[Media], like: torch.Tensor) -> torch.Tensor | None:
-        """[tokens of all media, H] in order; None without media."""
+        """Features [tokens of all media, H], in order; None without media."""
         unique = distinct(media)
         if not unique:
             return None
@@ -151,7 +151,7 @@ class VisionTower:
 def vision_tower(
     model: PreTrainedModel, reader: PatchReader | None, *, is_trained: bool = True
 ) -> VisionTower | None:
-    """Of a model that sees images; None of another one."""
+    """The vision tower of a model that sees images; None for any other model."""
     if reader is None or not has_vision(model.config):
         return None
     return VisionTower(model, reader, is_trained=is_trained)
