@@ -1,1 +1,2 @@
-"""Agents that call the policy as they would call a model's API, and the sessions that record it."""
+"""Agents that call the policy as they would call a model's API, and sessions that record the
+calls."""

@@ -1,9 +1,9 @@
-"""An agent plays an episode by asking the policy for completions; an environment, in contrast,
-answers them.
+"""Agents: an agent plays an episode by asking the policy for completions (an environment, in
+contrast, answers completions).
 
 `actors.episodes` calls `play` if the episode has an agent instead of an environment.
 
-    runs/NAME/gateways/GENERATOR.json   where agents reach it, while it is there
+    runs/NAME/gateways/GENERATOR.json   the gateway's URL, while it runs
 """
 
 import json
@@ -30,7 +30,7 @@ class AgentResult:
     """How an agent ended its episode."""
 
     reward: float | None = None
-    """None: only `data.reward` scores it."""
+    """None: only `data.reward` scores the episode."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -39,7 +39,7 @@ class Agent(Protocol):
     """Plays episodes, any number of them at a time."""
 
     async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
-        """Asks the session for completions until the episode is over.
+        """Ask the session for completions until the episode is over.
 
         Raises:
             RolloutError: the agent failed or disappeared.
@@ -55,8 +55,8 @@ def is_agent(player: type) -> bool:
 
 
 async def play(agent: Agent, session: Session, context: EnvironmentContext) -> AgentResult:
-    """Let the agent play, and record its reward. Waits for the agent, which a limit of the caller
-    cancels; a failure after a limit has cut the episode counts as cut.
+    """Let the agent play, and record its reward. Waits for the agent; the caller cancels it at a
+    limit. A failure after a limit has cut the episode is ignored: the episode counts as cut.
 
     Raises:
         RolloutError: the agent failed, disappeared, or asked for nothing. What an engine ends with
@@ -86,7 +86,7 @@ class UnservedAgent:
     """Stands for the environment if no gateway serves it."""
 
     def __init__(self, function: str | None = None, command: str | list[str] | None = None) -> None:
-        """Takes the settings that `generator.agent` has for one of several environments."""
+        """Accept the settings that override `generator.agent` for one environment."""
 
     async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
         raise RolloutError(
@@ -98,10 +98,10 @@ class UnservedAgent:
 async def serving_agents(
     config: RunConfig, generator_id: str, renderer: "ChatRenderer"
 ) -> AsyncIterator[Mapping[str, Agent]]:
-    """The agents for the entries with environment `agent`, by entry name, for the block.
+    """Serve the agents of the entries with environment `agent`, by entry name, during the block.
 
     Raises:
-        ConfigError: the gateway cannot be started as it is configured.
+        ConfigError: the gateway cannot be started as configured.
         TransportError: other processes have its ports.
     """
     names = [entry.name for entry in config.entries if entry.environment == AGENT]

@@ -4,8 +4,8 @@
     command    started for each episode
     neither    agents ask for tasks
 
-Invariant: an agent that fails, falls silent or disappears costs its group, never the generator. An
-episode's key is served for as long as `play` waits, and no longer.
+Invariant: an agent that fails, falls silent or disappears fails its group, never the generator. An
+episode's key is served only while `play` waits.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from streamrl.user_code import attributed_to
 
 log = logging.getLogger(__name__)
 
-# A process that has its reward may still have something to write.
+# An agent that has posted its reward may still have something to write.
 _LINGER_S = 5.0
 _NOBODY_ASKS_S = 60.0
 
@@ -62,7 +62,7 @@ class Gateway:
         )
 
     async def start(self, renderer: ChatRenderer) -> str:
-        """The URL at which the episodes are served; raises as `GatewayServer.start`."""
+        """Start serving; return the URL. Raises as `GatewayServer.start` does."""
         self._renderer = renderer
         self._url = await self._server.start(self._num_generators)
         if self._is_pulled:
@@ -73,8 +73,8 @@ class Gateway:
         await self._server.close()
 
     async def play(self, session: Session, context: EnvironmentContext) -> AgentResult:
-        """See `actors.gateway.agent.Agent`. Waits for an agent to take the episode, and to end it
-        or fall silent."""
+        """See `actors.gateway.agent.Agent`. Waits until an agent takes the episode, and then until
+        it ends it or falls silent."""
         name = context.prompt.environment
         needs_reward = self._entries[name].data.reward == "environment"
         episode = OpenEpisode(session, context, needs_reward=needs_reward)
@@ -91,7 +91,7 @@ class Gateway:
             self._episodes.close(episode, "the episode is over")
 
     async def _offered(self, episode: OpenEpisode) -> None:
-        """Waits until an agent has taken the episode."""
+        """Offer the episode and wait until an agent has taken it."""
 
         def warn() -> None:
             log.warning(
@@ -108,7 +108,8 @@ class Gateway:
     async def _ended(
         self, episode: OpenEpisode, running: asyncio.Task[AgentResult] | None
     ) -> AgentResult:
-        """Waits for the agent's result, for its end, or until it has been silent for too long."""
+        """Return how the agent ended the episode. Waits for its result, for its end, or until it
+        has been silent for too long."""
         limit_s = self._settings.silence_s
         silence = asyncio.create_task(episode.wait_for_silence(limit_s))
         started = [] if running is None else [running]
@@ -134,7 +135,7 @@ class Gateway:
             await end_all((silence, *started))
 
     def _task(self, episode: OpenEpisode) -> Mapping[str, Any]:
-        """What the agent is to do, and where."""
+        """The agent's task: what to do, and where to call."""
         assert self._renderer is not None, "it has started"
         context, prompt = episode.context, episode.context.prompt
         return {
@@ -153,7 +154,7 @@ class Gateway:
 
 
 def _agent(entry: EnvironmentEntry, settings: AgentSettings) -> FunctionAgent | CommandAgent | None:
-    """What the gateway starts; None: agents ask for the entry's tasks.
+    """The agent that the gateway starts; None if agents ask for the entry's tasks.
 
     Raises:
         ConfigError: the agent that the entry names cannot be used.

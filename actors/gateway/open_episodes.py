@@ -1,8 +1,8 @@
-"""The episodes that agents play in this generator, by the keys that agents name them with.
+"""The episodes that agents play in this generator, by the keys with which agents name them.
 
     offered   waits for an agent to ask for it
     open      an agent plays it
-    closed    remembered for a while, so that a late call is told what has become of it
+    closed    remembered for a while, so that a late call is told why the episode ended
 
 Invariant: a key is secret, belongs to one episode, and is never used again.
 """
@@ -29,19 +29,19 @@ class OpenEpisode:
     context: EnvironmentContext
     _: KW_ONLY
     needs_reward: bool
-    """Whether it cannot be scored without the agent."""
+    """Whether only the agent can score it."""
 
     def __post_init__(self) -> None:
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.agent = "an agent"
-        """Who plays it, for sentences."""
+        """Name of the agent in messages."""
         self.result: asyncio.Future[AgentResult] = asyncio.get_running_loop().create_future()
         self.taken = asyncio.Event()
         self._taken_at_s = 0.0
 
     @property
     def place(self) -> str:
-        """For sentences."""
+        """Name of the episode in messages."""
         origin = self.context.prompt.origin
         row = f"{origin}, " if origin else ""
         return f"{row}episode {self.context.episode_index}"
@@ -52,10 +52,10 @@ class OpenEpisode:
         self.taken.set()
 
     def close(self, result: AgentResult) -> None:
-        """The agent has ended the episode; the first result stands.
+        """Record the result with which the agent ended the episode; the first one counts.
 
         Raises:
-            SessionEndedError: there was another one before, or none will come.
+            SessionEndedError: there is another result already, or the episode has failed.
         """
         if not self.result.done():
             self.result.set_result(result)
@@ -63,7 +63,7 @@ class OpenEpisode:
             raise SessionEndedError("the episode is over, and its first result stands")
 
     def fail(self, error: RolloutError) -> None:
-        """The agent will not go on."""
+        """Fail the episode, since its agent will not continue."""
         if not self.result.done():
             self.result.set_exception(error)
 
@@ -83,19 +83,20 @@ class OpenEpisodes:
         self._closed: OrderedDict[str, str] = OrderedDict()
 
     def add(self, episode: OpenEpisode) -> None:
-        """Calls with its key are served from here on."""
+        """Serve calls with the episode's key from now on."""
         self._open[episode.key] = episode
 
     async def offer(self, episode: OpenEpisode) -> None:
-        """Waits until an agent has asked for it."""
+        """Offer the episode and wait until an agent has taken it."""
         async with self._changed:
             self.offered.append(episode)
-            # Also the others: who is woken may be gone by then.
+            # Wake all that wait: a single one may be gone by then.
             self._changed.notify_all()
         await episode.taken.wait()
 
     async def take(self, agent: str, wait_s: float) -> OpenEpisode | None:
-        """The episode that has been offered for longest. Waits so long for one, or returns None."""
+        """Take the episode that has been offered longest. Waits up to `wait_s` for one; None if
+        none came."""
         try:
             async with asyncio.timeout(wait_s), self._changed:
                 await self._changed.wait_for(lambda: self.offered)
@@ -106,7 +107,7 @@ class OpenEpisodes:
         return episode
 
     def close(self, episode: OpenEpisode, reason: str) -> None:
-        """A call with its key is answered with the reason from here on."""
+        """Answer calls with the episode's key with this reason from now on."""
         del self._open[episode.key]
         if episode in self.offered:
             self.offered.remove(episode)
@@ -118,7 +119,7 @@ class OpenEpisodes:
     def find(self, key: str) -> OpenEpisode:
         """
         Raises:
-            SessionEndedError: it has been closed.
+            SessionEndedError: the episode was closed.
             KeyError: no episode has this key.
         """
         if key in self._closed:

@@ -4,15 +4,15 @@
                                 with an episode's key as the API's key, or below /sessions/KEY
     POST /sessions              take a task: {"agent": name, "wait_s": 30}; 204 if there is none
     GET /sessions/KEY           the task
-    DELETE /sessions/KEY        give it up: its group fails
+    DELETE /sessions/KEY        give the task up: its group fails
     POST /sessions/KEY/reward   close the episode: {"reward": 1.0, "metrics": {}}
 
-Invariant: whatever a client sends is answered, in the form of the API that it speaks. A request
-whose client goes away is canceled, and its slot in the engine is free.
+Invariant: whatever a client sends is answered, in the form of the client's API. If a client goes
+away, its request is canceled and its slot in the engine freed.
 
-A request may ask for less tokens, and for nothing else of the sampling: the learner computes
-log-probabilities at `generator.temperature`, so a completion of another temperature would be
-off-policy from the first step on.
+Of the sampling, a request can change only the number of tokens, downwards: the learner computes
+log-probabilities at `generator.temperature`, so a completion at another temperature would be
+off-policy from the first step.
 """
 
 import errno
@@ -43,20 +43,20 @@ from streamrl.config.generator import AgentSettings
 from streamrl.errors import ConfigError, LostAgentError, RolloutError, TransportError
 from streamrl.types import SamplingParams
 
-# 409 would say it better, and the clients of both APIs repeat what gets that.
+# 409 would fit better, but clients of both APIs repeat requests that get it.
 _GONE = 410
 
 
 @web.middleware
 async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The handler, whose refusals are answered in the form of the API."""
+    """Run the handler; answer its refusals in the form of the API."""
     allowed: Mapping[str, str] = {}
     try:
         return await handler(request)
     except web.HTTPRequestEntityTooLarge as error:
         refusal = RequestError(f"the body is too large: {error.text}", 413)
     except web.HTTPException as error:
-        # There is no such path, or it takes another method.
+        # There is no such path, or it does not take this method.
         refusal = RequestError(f"{request.method} {request.path} is not served", error.status)
         allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     except RequestError as error:
@@ -79,7 +79,7 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
 def json_answer(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    """Also of what a prompt's row may hold beside JSON's types, as text."""
+    """An answer in JSON; values of a row that JSON lacks become text."""
     body = msgspec.json.encode(content, enc_hook=str)
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
@@ -87,7 +87,7 @@ def json_answer(
 async def event_stream(
     request: web.Request, events: Iterable[tuple[str, Json]], end: str
 ) -> web.StreamResponse:
-    """Server-sent events, then the line that ends them. Waits for the client to take them."""
+    """Send server-sent events, then the line that ends them. Waits for the client to take them."""
     response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
     response.content_type = "text/event-stream"
     await response.prepare(request)
@@ -100,18 +100,18 @@ async def event_stream(
 
 
 async def read_object(request: web.Request) -> Json:
-    """The JSON object that is the body; {} where there is no body.
+    """The JSON object in the body; {} without a body.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: the body is something else.
     """
-    # A page in a browser may post any other type to this machine without asking.
+    # A web page may post certain other types to this machine without asking.
     if request.content_type != "application/json":
         raise RequestError(
             f"Content-Type: was {request.content_type!r}; it must be application/json", 415
         )
     try:
-        # Unlike Python's own, this reads no NaN and no half of a surrogate pair.
+        # Unlike Python's json, this accepts neither NaN nor lone surrogates.
         body = msgspec.json.decode(await request.read() or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is no JSON: {error}") from error
@@ -135,8 +135,8 @@ LOG_S = 10.0
 
 
 class StrangerFilter(logging.Filter):
-    """Of what is no HTTP request a line each LOG_S at most, without aiohttp's traceback and the
-    bytes, which may hold an episode's key."""
+    """Logs requests that are no HTTP with one line per LOG_S at most, without aiohttp's traceback
+    and without the bytes, which may contain an episode's key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,20 +189,20 @@ _APIS: Mapping[str, Api] = {
     "/v1/responses": RESPONSES,
     "/v1/messages": anthropic_messages.MESSAGES,
 }
-# Of one episode at a time; clients repeat what is refused by it.
+# The most requests of one episode at a time; clients repeat a request that this limit refuses.
 _MAX_IN_FLIGHT = 256
-# For requests in flight at the end, which aiohttp waits for twice; by itself for a minute.
+# How long aiohttp waits at the end for requests in flight, twice; its default is a minute.
 _CLOSE_S = 1.0
 
 
 @dataclass(eq=False)
 class GatewayServer:
-    """Serves the open episodes, and, if agents ask for tasks, those that are offered."""
+    """Serves the open episodes and, if agents ask for tasks, the offered ones."""
 
     settings: AgentSettings
     episodes: OpenEpisodes
     task_of: Callable[[OpenEpisode], Json]
-    """What an agent is told of its episode."""
+    """Makes the task that an agent gets for its episode."""
     _: KW_ONLY
     is_pulled: bool
     """Whether agents ask for tasks, instead of being started with one."""
@@ -228,7 +228,7 @@ class GatewayServer:
         self._application = application
 
     async def start(self, num_ports: int) -> str:
-        """Listens at the first free one of so many ports; its URL.
+        """Listen at the first free one of `num_ports` ports; return the URL.
 
         Raises:
             ConfigError: this machine has no such address.
@@ -257,13 +257,13 @@ class GatewayServer:
         )
 
     async def close(self) -> None:
-        """Stops listening; requests are canceled."""
+        """Stop listening; cancel requests."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     async def _take(self, request: web.Request) -> web.Response:
-        """Waits for a task, as long as the agent asks for."""
-        # A header may hold bytes that are no text.
+        """Give an agent a task. Waits for one as long as the agent asks for."""
+        # A header may contain bytes that are no text.
         key = credential_of(request).encode(errors="surrogateescape")
         if self._token and not hmac.compare_digest(key, self._token.encode()):
             raise RequestError("a task needs the token: Authorization: Bearer TOKEN", 401)
@@ -301,7 +301,7 @@ class GatewayServer:
         return json_answer({})
 
     async def _complete(self, api: Api, request: web.Request) -> web.StreamResponse:
-        """Waits for the engine."""
+        """Answer a request for a completion. Waits for the engine."""
         session = self._found(request).session
         if len(session.handles) >= _MAX_IN_FLIGHT:
             raise RequestError(f"the episode has {_MAX_IN_FLIGHT} requests in flight", 429)
@@ -316,7 +316,7 @@ class GatewayServer:
         return json_answer(api.write(answer))
 
     def _sampling_of(self, asked: ApiRequest, run: SamplingParams) -> SamplingParams:
-        """How the request is sampled; every kind that is overridden is named once in the log."""
+        """How the request is sampled; each overridden setting is logged once."""
         for name, value in asked.sampling.items():
             if value is None or value == (own := getattr(run, name)):
                 continue
@@ -345,7 +345,7 @@ class GatewayServer:
             raise RequestError("no episode has this API key", 401, "invalid_api_key") from None
 
     async def _list_models(self, request: web.Request) -> web.Response:
-        """In the forms of both APIs at once."""
+        """List the model, in a form that fits both APIs."""
         self._found(request)
         name = self.model
         openai = {"object": "model", "created": 0, "owned_by": "streamrl"}

@@ -1,10 +1,10 @@
-"""One episode of an agent: it asks the policy for completions, and what it gets is recorded.
+"""One episode of an agent: the agent asks the policy for completions, which are recorded.
 
 `actors.episodes` makes a session for each episode; the gateway, or an adapter in this process,
-calls `complete` on the agent's behalf, with messages of text.
+calls `complete` on the agent's behalf, with text messages.
 
-Invariant: what the engine read and sampled is recorded token by token. Calls may run beside each
-other; a conversation that does not extend an earlier one becomes a segment of its own.
+Invariant: what the engine read and sampled is recorded token by token. Calls may run concurrently;
+a conversation that does not extend an earlier one becomes its own segment.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from streamrl.types import Completion, FinishReason, SamplingParams
 
 @dataclass(frozen=True)
 class RecordedConversation:
-    """What the policy had read and said after one completion."""
+    """What the policy has read and said, up to and including one completion."""
 
     messages: tuple[str, ...]
-    """The comparable form of each, the completion's last."""
+    """The comparable form of each message; the completion's is the last."""
     tools: str
     token_ids: tuple[int, ...]
     completion_token_ids: tuple[int, ...]
@@ -35,10 +35,11 @@ class RecordedConversation:
 
 
 class Conversations:
-    """Which messages stand for which recorded token ids, of one session.
+    """Maps the messages of one session to recorded token ids.
 
-    Messages that extend what a completion ended with are read as the very ids that the engine read
-    and sampled then, and what the template puts after them. Any other are rendered whole.
+    If messages extend a recorded conversation, the policy reads the very ids that the engine read
+    and sampled then, followed by what the template puts after them. Other messages are rendered as
+    a whole.
     """
 
     def __init__(self, renderer: Renderer) -> None:
@@ -61,7 +62,8 @@ class Conversations:
         context: tuple[int, ...],
         completion_token_ids: tuple[int, ...],
     ) -> None:
-        """The policy read `context` and sampled the completion; `messages` end with its own."""
+        """Record that the policy read `context` and sampled the completion, the last of
+        `messages`."""
         conversation = RecordedConversation(
             tuple(map(_comparable, messages)),
             _text(tools),
@@ -73,7 +75,7 @@ class Conversations:
     def _longest_beginning(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> RecordedConversation | None:
-        """The latest of the longest conversations that these messages go on with."""
+        """The longest recorded conversation that these messages extend; the latest of several."""
         asked, described = tuple(map(_comparable, messages)), _text(tools)
         fitting = [
             known
@@ -86,7 +88,7 @@ class Conversations:
 
 
 def _with_names(messages: Sequence[Message]) -> Sequence[Message]:
-    """Each result of a tool with the tool's name, which some chat templates write."""
+    """Add the tool's name to each tool result, since some chat templates show it."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     names = {call.get("id"): call["function"].get("name") for call in calls}
     return [
@@ -98,10 +100,10 @@ def _with_names(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _comparable(message: Message) -> str:
-    """What two forms of one message have in common.
+    """A form of a message that is the same however a client sends it back.
 
-    Clients leave out the reasoning and fields that are null or empty, and name calls, and who has
-    answered, as they like.
+    Clients leave out the reasoning and empty fields, and choose ids of calls and names of
+    assistants as they like.
     """
     left_out = {"reasoning_content", "tool_calls"}
     left_out |= {"name"} if message.get("role") == "assistant" else set()
@@ -116,7 +118,7 @@ def _text(value: object) -> str:
 
 
 class SessionEndedError(StreamRLError):
-    """The episode is over: by its reward, a limit, or since its agent was given up."""
+    """The episode is over: it was scored, reached a limit, or lost its agent."""
 
 
 class ContextTooLongError(StreamRLError):
@@ -126,44 +128,44 @@ class ContextTooLongError(StreamRLError):
 @dataclass(frozen=True)
 class PolicyReply:
     message: Message
-    """Of the assistant, with `content` and what else it holds: `tool_calls`, with arguments as a
-    mapping, and `reasoning_content`."""
+    """The assistant's message: `content` and, if present, `tool_calls` (arguments as a mapping) and
+    `reasoning_content`."""
     completion: Completion
     num_prompt_tokens: int
     reply_id: str
-    """Under which `Session.answered` has the messages up to and with this one."""
+    """The key under which `Session.answered` has the messages up to and including this one."""
 
 
 @dataclass(eq=False)
 class Session:
-    """Of one episode; `complete` may be called until `end`."""
+    """The session of one episode; `complete` may be called until `end`."""
 
     engine: Sampler
     renderer: Renderer
     sampling: SamplingParams
-    """Of every completion, unless a call has its own."""
+    """The sampling of every completion for which a call gives no other."""
     _: KW_ONLY
     max_model_len: int
     max_turns: int | None = None
     record: EpisodeRecord = field(default_factory=EpisodeRecord)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Ends the completions that are being sampled, when it is set."""
+    """When it is set, completions that are being sampled end."""
 
     def __post_init__(self) -> None:
         self._conversations = Conversations(self.renderer)
         self.handles: frozenset[CompletionHandle] = frozenset()
-        """Of the completions that are being sampled."""
+        """Handles of the completions that are being sampled."""
         self._num_begun = 0
         self._last_change_s = time.monotonic()
         self._last_num_tool_calls = 0
         self._finish_reason = FinishReason.STOP
         self._end: str | None = None
         self.num_invalid_turns = 0
-        """Completions that no limit cut, and whose tool calls cannot be read."""
+        """Completions that no limit has cut and whose tool calls cannot be read."""
         self.idle_s = 0.0
-        """For how long, between completions, none was being sampled."""
+        """Total time between completions in which none was being sampled."""
         self.messages: tuple[Message, ...] = ()
-        """The conversation of the completion that ended last."""
+        """The conversation of the last finished completion."""
         self.answered: Mapping[str, Sequence[Message]] = {}
         self._engine_error: Exception | None = None
         self._has_engine_failed = asyncio.Event()
@@ -177,12 +179,12 @@ class Session:
 
     @property
     def silent_s(self) -> float:
-        """For how long no completion has been asked for; 0 while one is being sampled."""
+        """How long no completion has been asked for; 0 while one is being sampled."""
         return 0.0 if self.handles else time.monotonic() - self._last_change_s
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of the episode, if it ends here."""
+        """The finish reason of the episode, if it ends now."""
         is_cut = self.stop.is_set() and self._end is None
         return FinishReason.DEADLINE if is_cut else self._finish_reason
 
@@ -194,11 +196,12 @@ class Session:
         raise self._engine_error
 
     def judge(self, reward: float) -> None:
-        """Of the whole episode; recorded with the completion that ended last."""
+        """Record the reward of the whole episode, with the last finished completion."""
         self.record.judge(reward=reward, num_tool_calls=self._last_num_tool_calls)
 
     def end(self, reason: str) -> None:
-        """Every further call is refused with the reason; what is being sampled is not recorded."""
+        """Refuse further calls with this reason; completions that are being sampled are not
+        recorded."""
         self._finish_reason = self.finish_reason
         self._end = self._end or reason
         self.stop.set()
@@ -211,10 +214,10 @@ class Session:
         *,
         num_instructions: int = 0,
     ) -> PolicyReply:
-        """The policy's answer to the messages, which is recorded. Waits for the engine.
+        """Return and record the policy's answer to the messages. Waits for the engine.
 
         Args:
-            num_instructions: of the first messages, how many `answered` leaves out.
+            num_instructions: how many of the first messages `answered` leaves out.
 
         Raises:
             SessionEndedError: the episode is over, or ended before a token was sampled, or the
@@ -268,8 +271,8 @@ class Session:
     def _parsed(
         self, token_ids: tuple[int, ...], finish_reason: FinishReason, tools: Sequence[ToolSchema]
     ) -> Message:
-        """The policy's message, whose calls have ids: nine letters and digits, as Mistral's chat
-        templates want them."""
+        """The policy's message; its calls get ids of nine letters and digits, as Mistral's chat
+        templates require."""
         message = dict(self.renderer.parse(token_ids, tools))
         is_unread = message.pop("parse_error", None) is not None
         calls = message.get("tool_calls") or ()

@@ -1,8 +1,8 @@
-"""The agents that a gateway starts: a function in a thread (`generator.agent.function`), or a
-command as a process of its own (`generator.agent.command`).
+"""Agents that a gateway starts: a function in a thread (`generator.agent.function`), or a command
+in its own process (`generator.agent.command`).
 
-Invariant: whatever a function does to its thread, the generator's event loop goes on. A process and
-all that it started end with the episode, and with this process.
+Invariant: whatever a function does to its thread, the generator's event loop continues. A process
+and everything that it started end with the episode, and with this process.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ class FunctionAgent:
         self._threads = Threads(f"agent {name}")
 
     async def run(self, episode: OpenEpisode, task: Json) -> AgentResult:
-        """Waits for the function. Canceling cancels one that is `async`; another one goes on, and
-        its requests are refused.
+        """Wait for the function. Canceling cancels an `async` function; any other function
+        continues, but its requests are refused.
 
         Raises:
-            RolloutError: it raised, or returned something else than a finite number or None.
+            RolloutError: it raised, or returned something other than a finite number or None.
         """
         episode.take(f"agent {self._name}")
         call = _Call(self._name, self._function, task)
@@ -56,9 +56,9 @@ class FunctionAgent:
         return AgentResult(None if returned is None else float(returned))
 
 
-@dataclass(eq=False, repr=False)  # The task has the episode's key.
+@dataclass(eq=False, repr=False)  # The task contains the episode's key.
 class _Call:
-    """One call; `run` is for its thread, the rest for the event loop."""
+    """One call; `run` is called in its thread, the rest in the event loop."""
 
     name: str
     function: Any
@@ -67,7 +67,7 @@ class _Call:
     _running: asyncio.Task[Any] | None = None
 
     def run(self) -> Any:
-        """What the function returned."""
+        """Call the function and return its result."""
         task = dict(self.task)
         with attributed_to(f"agent {self.name}", RolloutError):
             returned = self.function(task, task["base_url"], task["api_key"])
@@ -75,7 +75,7 @@ class _Call:
             return asyncio.run(self._awaited(returned)) if is_async else returned
 
     def cancel(self) -> None:
-        """No effect on a call that is over, or that cannot be canceled."""
+        """Cancel the call; no effect if it is over or cannot be canceled."""
         loop, running = self._loop, self._running
         if loop is not None and running is not None:
             # The loop is closed once the call is over.
@@ -92,16 +92,16 @@ _DRAIN_S = 1.0
 
 
 class CommandAgent:
-    """A command line, whose {prompt}, {answer} and {column} stand for those of the task."""
+    """A command line; {prompt}, {answer} and {column} in it are replaced by the task's values."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
 
     async def run(self, episode: OpenEpisode, task: Json) -> AgentResult:
-        """Waits for the process. Canceling ends it, and what it has started.
+        """Start the process and wait for it. Canceling ends it and what it has started.
 
         Raises:
-            LostAgentError: it could not be started, or ended with another exit code than 0.
+            LostAgentError: it could not be started, or its exit code was not 0.
         """
         name = f"agent `{shlex.join(self._command)}`"
         episode.take(name)
@@ -109,7 +109,7 @@ class CommandAgent:
             try:
                 process = await _start(filled(self._command, task), task, output.descriptor)
             except (OSError, ValueError) as error:
-                # A row's text may be too long for an argument, or hold a NUL.
+                # A row's text may be too long for an argument, or contain a NUL.
                 raise LostAgentError(
                     f"{name} cannot be started ({episode.place}): {error}"
                 ) from error
@@ -131,8 +131,9 @@ class CommandAgent:
 
 
 class _Output:
-    """The end of what a process writes to `descriptor`, a pipe of its own: `Process.wait` waits for
-    those of `subprocess`, which what has left the process's group may hold open."""
+    """Keeps the end of what a process writes to `descriptor`. This pipe is not one of `subprocess`,
+    since `Process.wait` would wait until those close, and a process that has left the group may
+    hold them open."""
 
     def __init__(self) -> None:
         self._tail = b""
@@ -152,13 +153,13 @@ class _Output:
         self._transport.close()
 
     def close_descriptor(self) -> None:
-        """Once the process has it, or is not started."""
+        """Close the descriptor once the process has inherited it, or was not started."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Waits for the process to write, until it has closed its output."""
+        """Read until the process has closed its output. Waits for it to write."""
         while data := await reader.read(2**16):
             self._tail = (self._tail + data)[-_TAIL_BYTES:]
 
@@ -169,7 +170,8 @@ class _Output:
 
 
 async def _start(command: Sequence[str], task: Json, output: int) -> asyncio.subprocess.Process:
-    """The guard's standard input is a pipe from this process, by which it notices its end."""
+    """Start a guarded command. The guard's standard input is a pipe from this process; when it
+    closes, the guard knows that this process has ended."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", str(GUARD), *command),
         stdin=PIPE,
@@ -181,7 +183,7 @@ async def _start(command: Sequence[str], task: Json, output: int) -> asyncio.sub
 
 
 def filled(command: Sequence[str], task: Json) -> list[str]:
-    """The words with the task's texts in place of their names; other braces stay.
+    """Replace names in braces by the task's texts; other braces stay.
 
     >>> filled(["{question}?", "{}"], {"row": {"question": "why"}, "messages": [], "answer": ""})
     ['why?', '{}']
@@ -196,8 +198,8 @@ def filled(command: Sequence[str], task: Json) -> list[str]:
 
 
 def _environment(task: Json) -> dict[str, str]:
-    """That of this process, without what an agent need not know, with what names the episode; the
-    task is read and the reward posted at STREAMRL_SESSION_URL."""
+    """This process's environment, without Redis' password, and with the URLs and the key of the
+    episode. The agent reads its task and posts its reward at STREAMRL_SESSION_URL."""
     own = {name: value for name, value in os.environ.items() if name != REDIS_PASSWORD}
     return {
         **own,

@@ -1,1 +1,1 @@
-"""The APIs that agents speak: each reads a request, and writes an answer, a stream and an error."""
+"""The APIs that agents use: each reads requests and writes answers, streams and errors."""

@@ -32,10 +32,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_config": ({},),
     "speed": (),
 }
-# Claude Code opens its instructions with one that is about its accounts, and another in each
-# request, after which no conversation would go on with an earlier one.
+# Claude Code begins its instructions with a block about its accounts, which differs in every
+# request, so with it no conversation would extend an earlier one.
 _ABOUT_ACCOUNTS = "x-anthropic-"
-# Blocks of an answer that say nothing to the policy.
+# Blocks of an answer that the policy is not shown.
 _THOUGHTS = ("thinking", "redacted_thinking")
 _ERRORS = {
     401: "authentication_error",
@@ -107,9 +107,9 @@ def _tool(tool: _Tool) -> Mapping[str, Any]:
 
 
 def _messages(message: _Message) -> Iterator[Message]:
-    """Results of tools first, each a message of its own; then what the rest of it says."""
+    """Yield the tool results of a message first, each as its own message; then the rest."""
     if message.role not in ("user", "assistant"):
-        # Claude Code looks for these words, and asks again without its messages of the system.
+        # Claude Code looks for these words, and then asks again without system messages.
         raise RequestError(
             f"messages: role {message.role!r} is not supported; allowed: user, assistant"
         )

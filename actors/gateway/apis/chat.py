@@ -21,7 +21,7 @@ from actors.gateway.apis.requests import (
 from actors.gateway.session import Session
 from streamrl.interfaces import Message
 
-# Fields that would change nothing with these values; () where none would.
+# Fields that change nothing if they have these values; with () no value changes anything.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -179,7 +179,7 @@ def _logprobs(answer: Answer) -> Json | None:
         {
             "token": renderer.decode([token]),
             "logprob": logprob,
-            # Of a part of a character, too, which has no text.
+            # Also of a part of a character, which has no text.
             "bytes": None if (known := renderer.bytes_of(token)) is None else list(known),
             "top_logprobs": [],
         }
@@ -194,7 +194,7 @@ def _usage(answer: Answer) -> Json:
 
 
 def write_error(error: RequestError) -> Json:
-    """In the form of OpenAI's APIs."""
+    """The error in the form of OpenAI's APIs."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 

@@ -1,4 +1,4 @@
-"""What the APIs have in common: a request as the session takes it, its answer and its refusal."""
+"""What the APIs share: a request as the session takes it, its answer and its refusal."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ Json = Mapping[str, Any]
 Form = TypeVar("Form")
 SAMPLING = ("temperature", "top_p", "top_k")
 Integer = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-"""One that is an integer to every reader of JSON."""
+"""An integer that every JSON reader represents exactly."""
 
 
 class RequestError(Exception):
-    """A request that is refused, with its HTTP status and, where there is one, OpenAI's code."""
+    """A request is refused, with this HTTP status and OpenAI's code, if there is one."""
 
     def __init__(self, sentence: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(sentence)
@@ -38,14 +38,15 @@ class ApiRequest:
     is_streamed: bool
     with_logprobs: bool = False
     with_usage: bool = False
-    """Whether a stream ends with what it has cost."""
+    """Whether a stream ends with its numbers of tokens."""
     num_instructions: int = 0
-    """Of the first messages: those that are not part of the conversation a later request names."""
+    """How many of the first messages do not belong to the conversation that a later request
+    names."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy said to a request."""
+    """The policy's answer to a request."""
 
     request: ApiRequest
     reply: PolicyReply
@@ -66,30 +67,30 @@ class Answer:
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Read and sampled."""
+        """Numbers of tokens read and sampled."""
         return self.reply.num_prompt_tokens, len(self.reply.completion.token_ids)
 
 
 def json_text(value: Any) -> str:
-    """JSON as the APIs carry the arguments of a call."""
+    """A call's arguments as JSON text, as the APIs send them."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 @dataclass(frozen=True)
 class Api:
-    """One API, of one route."""
+    """One API, which has one route."""
 
     read: Callable[[Json, Session], ApiRequest]
     """Raises RequestError."""
     write: Callable[[Answer], Json]
     stream: Callable[[Answer], Iterable[tuple[str, Json]]]
-    """Events, each with its name, or "" where the API gives events none."""
+    """The events of a stream, each with its name, or "" if the API does not name events."""
     ends_with: str = ""
     """The line after the last event."""
 
 
 class Body(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a request to any of the APIs may say, beside its messages and tools."""
+    """What a request to any of the APIs may contain besides messages and tools."""
 
     model: str = ""
     tool_choice: Any = None
@@ -109,7 +110,7 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
             more: further fields of the request.
 
         Raises:
-            RequestError: the messages or the tools cannot be sampled for.
+            RequestError: the policy cannot answer these messages, or use these tools.
         """
         if not messages:
             raise RequestError("messages: is empty; there must be one at least")
@@ -132,11 +133,11 @@ def converted(body: Json, form: type[Form], neutral: Mapping[str, Sequence[Any]]
     """The body as the form, without fields that would change nothing.
 
     Args:
-        neutral: fields outside the form, each with the values by which it does nothing; with ()
-            any value does.
+        neutral: fields outside the form, each with the values for which it has no effect; () means
+            any value.
 
     Raises:
-        RequestError: a field is unknown, has the wrong type, or asks for what is not supported.
+        RequestError: a field is unknown, has the wrong type, or asks for something unsupported.
     """
     for name, allowed in neutral.items():
         if allowed and name in body and body[name] not in (*allowed, None):
@@ -150,7 +151,7 @@ def converted(body: Json, form: type[Form], neutral: Mapping[str, Sequence[Any]]
 
 
 def only_text(parts: Any, kinds: Sequence[str], place: str) -> str:
-    """The text of a content, which is a string or a list of parts of these kinds.
+    """The text of a message's content, which is a string or a list of parts of these kinds.
 
     Raises:
         RequestError: a part is of another kind.
@@ -167,7 +168,8 @@ def only_text(parts: Any, kinds: Sequence[str], place: str) -> str:
 
 
 def _offered(tools: Sequence[ToolSchema], choice: Any) -> Sequence[ToolSchema]:
-    """The tools that the policy is told of; a call that the choice forces cannot be sampled."""
+    """The tools that the policy is shown. A choice that forces a call is refused, since it cannot
+    be sampled."""
     if not all(isinstance(tool["function"].get("name"), str) for tool in tools):
         raise RequestError("tools: has a function without a name")
     kind = choice.get("type") if isinstance(choice, dict) else choice

@@ -80,7 +80,7 @@ def _read(body: Json, session: Session) -> ApiRequest:
 
 
 def _before(asked: _Body, session: Session) -> Sequence[Message]:
-    """The conversation of the response that this one goes on with, without its instructions."""
+    """The conversation of the response that this request continues, without its instructions."""
     if asked.previous_response_id is None:
         return ()
     number = asked.previous_response_id.removeprefix("resp_")
@@ -101,7 +101,7 @@ def _tool(tool: Json) -> Json:
 
 
 def _messages(items: Sequence[Json]) -> list[Message]:
-    """What the policy said in consecutive items is one message."""
+    """The messages of items; consecutive items of the policy form one message."""
     messages: list[Message] = []
     for item in items:
         read = _message(item)
@@ -162,7 +162,7 @@ def _write(answer: Answer) -> Json:
 
 
 def _head(answer: Answer) -> Json:
-    """Of a response whose output is not there yet."""
+    """A response whose output is not there yet."""
     tools = [
         {"type": "function", "strict": False, **tool["function"]} for tool in answer.request.tools
     ]
