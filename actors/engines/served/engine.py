@@ -1,7 +1,7 @@
 """An engine whose model another process serves over HTTP.
 
 The server labels each token with the version whose weights sampled it; `actors.engines.vllm.engine`
-and `actors.engines.sglang.server` say which version the KV cache is of.
+and `actors.engines.sglang.server` say which version the KV cache belongs to.
 
 Invariant: every request gets one answer: a completion that the model can have sampled, a
 RolloutError of its own, whatever the server answers, or, once no connection is made for
@@ -290,7 +290,7 @@ class ServedEngine(UpdatableEngine):
             self._is_loaded.set()
 
     async def _complete(self, request: ServedRequest, stop: asyncio.Event) -> Completion:
-        """Send the request once there is a slot; the answer."""
+        """Send the request once there is a slot; return the answer."""
 
         async def send() -> Completion:
             answer = await retry_lost(lambda: self._send(request, stop), self._retry_timeout_s)

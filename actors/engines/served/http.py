@@ -5,7 +5,8 @@ Invariant: every call ends by its deadline, counted from the first byte sent to 
 and reads no more than its limit; answers are not decompressed, redirects not followed, cookies not
 kept. Calls that may be repeated go through `retry_lost`.
 
-`readings` are the gauges of a server's Prometheus page, finite and not negative whatever it holds.
+`readings` gives the gauges of a server's Prometheus page, finite and not negative whatever the page
+contains.
 """
 
 import asyncio
@@ -24,8 +25,8 @@ MAX_ANSWER_BYTES = 16 * 2**20
 _MAX_MESSAGE = 500
 _CONNECT_S = 10.0
 _GET_S = 10.0
-# For how long an idle connection is used again. vLLM's and SGLang's servers close it after 5 s, and
-# a request that meets the close is lost.
+# How long an idle connection is reused. vLLM's and SGLang's servers close it after 5 s, and a
+# request that meets the close is lost.
 KEPT_S = 2.5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 # A server that breaks an answer this often will break it again; each try may cost it a whole
@@ -89,7 +90,8 @@ class Http:
         timeout_s: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> T:
-        """The decoded answer. Waits for it, at most `timeout_s` (else the client's timeout).
+        """Post a request and return the decoded answer. Waits for it, at most `timeout_s` (by
+        default the client's timeout).
 
         Raises:
             RefusedError: any status but 2xx, or an answer of another shape or of more bytes.
@@ -99,7 +101,7 @@ class Http:
         return decoded(path, content, answer)
 
     async def send(self, path: str, body: Any, *, timeout_s: float | None = None) -> None:
-        """As `post`; the answer is ignored unless it is an error."""
+        """Like `post`, but the answer is ignored unless it is an error."""
         await self._request("POST", path, body, timeout_s)
 
     async def get(self, path: str, answer: type[T], *, timeout_s: float = _GET_S) -> T:
@@ -228,12 +230,12 @@ def _sentence(where: str, error: httpx2.RequestError) -> str:
 
 
 def _shown(text: str) -> str:
-    """On one line, shortened, without terminal control characters."""
+    """A text on one line, shortened, without terminal control characters."""
     printable = "".join(c if c.isprintable() else " " for c in text[: 4 * _MAX_MESSAGE])
     return " ".join(printable.split())[:_MAX_MESSAGE]
 
 
-# Our gauge: the server's name, and a label that has to be in the braces ("" for any).
+# Our gauge: the server's name for it, and a label that must be in the braces ("" for any).
 Names: TypeAlias = Mapping[str, tuple[str, str]]
 LARGEST = 2.0**53
 """The largest reading: beyond it floats are not exact, and a status has integers of 64 bits."""
@@ -257,7 +259,7 @@ def readings(page: str, names: Names) -> dict[str, float]:
 
 
 def _number(text: str) -> float:
-    """0 for what is no number that a gauge can have."""
+    """Parse a reading; 0 for anything that no gauge can have."""
     try:
         value = float(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Starts an engine on inference servers that are up, or come up in time. This blocks: a generator
-has nothing else to do before its engine is up.
+"""Starts an engine on inference servers that are up or come up in time. It blocks: a generator has
+nothing else to do before its engine is up.
 
-Whose a server is, its label of its weights says:
+A server's label of its weights says whose it is:
 
     the label of           a generator of the run       an engine by itself
     this run               uses the server as it is     -
@@ -10,7 +10,7 @@ Whose a server is, its label of its weights says:
     somebody else, or none takes it                     restores the model folder's weights
 
 A generator that takes a server gets the weights from the learner before it leases. Generators look
-at the label again and again, so a server whose count of looks grows is in use.
+at the label repeatedly, so a server whose count of looks grows is in use.
 
 Invariant: a server is attached before it gets requests, and one with this run's label is not
 touched, since a generator may be loading weights there.
@@ -64,7 +64,7 @@ def engine_on(
     retry_timeout_s: float | None = None,
     process: ServerProcess | None = None,
 ) -> ServedEngine:
-    """The engine on a server that is attached; call it in the event loop."""
+    """Make the engine on an attached server; call it in the event loop."""
     settings = config.generator.served
     return ServedEngine(
         server,
@@ -207,7 +207,7 @@ async def attach(config: RunConfig, server: Server) -> None:
 
 
 async def _takes_over(server: Server) -> bool:
-    """Take the server if it was somebody else's; whether it was."""
+    """Take the server if it was not ours; return whether it was taken."""
     await server.require_settings()
     label = await server.label()
     if _is_ours(server, label):
@@ -247,7 +247,7 @@ async def _is_in_use(server: Server) -> bool:
 
 
 MakeServer: TypeAlias = Callable[[str, Labels], Server]
-"""Of the server at a URL."""
+"""Makes the `Server` for a URL and labels."""
 # A request on a lost server is soon sampled again on another one.
 _RETRY_S = 1.0
 
@@ -260,7 +260,7 @@ def open_served(
     *,
     is_shared: bool = False,
 ) -> ServedEngine:
-    """An engine on the server at `url`, which is checked; raises as `open_urls` does.
+    """Check the server at `url` and make an engine on it; raises as `open_urls` does.
 
     Args:
         process: the server's, if this engine started it; it is ended if the start fails.
@@ -282,8 +282,8 @@ def open_served(
 def open_urls(
     config: RunConfig, make: MakeServer, *, is_shared: bool
 ) -> ServedEngine | ReplicatedEngine:
-    """An engine on the servers that the settings name. An engine that is alone, such as an
-    evaluation's, uses the first of them.
+    """Make an engine on the servers that the settings name. An engine that is not shared, such as
+    an evaluation's, uses only the first of them.
 
     Raises:
         ConfigError: no server is up in time, one does not fit, or they serve different models.
@@ -306,8 +306,8 @@ def open_urls(
 
 
 def _wait_for(steps: Coroutine[Any, Any, T]) -> T:
-    """The steps' result, from a separate event loop, since the waiting thread may already run one.
-    If interrupted, the steps are abandoned."""
+    """Run the steps in a separate event loop, since the waiting thread may already run one; return
+    their result. If interrupted, the steps are abandoned."""
     return in_thread(lambda: asyncio.run(steps), "engine's start").result()
 
 
@@ -317,7 +317,7 @@ async def _attached(
     timeout_s: float = 0.0,
     require_alive: Callable[[], None] = lambda: None,
 ) -> str:
-    """Attach the servers that are up; their model's name. Waits as `wait_until_up`."""
+    """Attach the servers that are up; return their model's name. Waits like `wait_until_up`."""
     try:
         up = await wait_until_up(servers, timeout_s, require_alive)
         for server in up:

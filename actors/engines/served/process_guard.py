@@ -17,8 +17,8 @@ _GRACE_S = 4.0
 
 
 def main(command: list[str]) -> int:
-    """Returns the command's exit code. Waits for its end, or for the owner's."""
-    # A group of its own, so that one signal reaches all that the command starts.
+    """Run the command and return its exit code. Waits for its end, or for the owner's."""
+    # Its own group, so that one signal reaches everything that the command starts.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     signal.signal(signal.SIGTERM, lambda *_: _signal(process, signal.SIGTERM))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -31,7 +31,8 @@ def main(command: list[str]) -> int:
 
 
 def _wait_for_owner(process: "subprocess.Popen[bytes]") -> None:
-    """Waits for the pipe's end, then for the command's, `_GRACE_S` at most."""
+    """Wait until the pipe closes, then end the command; wait at most `_GRACE_S` before killing
+    it."""
     os.read(0, 1)
     _signal(process, signal.SIGTERM)
     try:
@@ -46,7 +47,7 @@ def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
 
 
 def _end_by(number: int) -> None:
-    """Ends this process by the signal that ended the command, so that its owner sees the signal."""
+    """End this process by the signal that ended the command, so that its owner sees the signal."""
     with contextlib.suppress(OSError):
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -77,7 +77,7 @@ class Replica:
                 failure = await asyncio.shield(self._engine.failed)
                 log.warning("the server at %s is left out: %s", self.url, failure)
                 await self.close()
-            except Exception as error:  # Whatever it is, the server is not left out for good.
+            except Exception as error:  # Whatever it is, the server is opened again.
                 if str(error) != said:
                     log.warning("the server at %s is left out: %s", self.url, error)
                 said = str(error)
@@ -223,8 +223,8 @@ def _load_of(replica: Replica) -> tuple[int, float]:
 
 
 async def _load_while_up(engine: ServedEngine, update: WeightUpdate) -> LoadReport:
-    """Waits for the load, or for the engine's failure: a load never ends once its sockets are
-    closed."""
+    """Load an update. Waits for the load or for the engine's failure: a load never ends once its
+    sockets are closed."""
     loading = asyncio.create_task(engine.load_weights(update))
     try:
         await asyncio.wait((loading, engine.failed), return_when=asyncio.FIRST_COMPLETED)

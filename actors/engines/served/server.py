@@ -42,8 +42,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 class Labels(Struct, frozen=True):
     """The server's labels of its weights: OWNER/LEARNER/VERSION, where the owner is a run, whose
-    generators share the server, or one engine object; OWNER/ of a server that the owner has taken
-    and not yet loaded weights into."""
+    generators share the server, or one engine object; OWNER/ labels a server that the owner has
+    taken and not yet loaded weights into."""
 
     owner: str
 
@@ -242,7 +242,7 @@ class Server(ABC):
         Raises:
             RolloutError, RefusedError, SlowAnswerError: only this request fails.
             BusyError, ConnectionLostError: the request may be sent again, under another id.
-            ForeignWeightsError: the reply is of weights that this engine did not load.
+            ForeignWeightsError: the reply comes from weights that this engine did not load.
         """
 
     @abstractmethod

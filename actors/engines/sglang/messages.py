@@ -14,8 +14,8 @@ __all__ = ["VersionSpan"]
 
 
 class SglangSampling(Struct, frozen=True, kw_only=True):
-    """SGLang uses `sampling_seed` only under enable_deterministic_inference, where siblings without
-    one would all be the same."""
+    """SGLang uses `sampling_seed` only with enable_deterministic_inference, and without a seed all
+    siblings would then be equal."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -28,8 +28,9 @@ class SglangSampling(Struct, frozen=True, kw_only=True):
 
 
 class GenerateReqInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`return_sampling_mask` asks for log-probabilities under the truncated distribution, and for
-    what truncation left; `return_routed_experts` for those of all tokens but the last."""
+    """`return_sampling_mask` asks for log-probabilities under the truncated distribution and for
+    the candidates that truncation left; `return_routed_experts` asks for the experts of all tokens
+    except the last."""
 
     rid: str
     input_ids: list[int]

@@ -1,12 +1,13 @@
 """A weight update in SGLang: received in this process while it samples, sent on in its pause.
 
 SGLang receives inside its scheduler: it samples nothing meanwhile, and loads bucket by bucket into
-the weights in use. So this process receives as every engine does, and broadcasts a complete update
-once more, over a group of this process (rank 0) and SGLang's ranks.
+the weights in use. So this process receives the update like any engine, and then broadcasts the
+complete update again, over a group of this process (rank 0) and SGLang's ranks.
 
-SGLang gives a broadcast up at once when this process has ended; while the group is formed it would
-wait half an hour (torch's default, which SGLang does not let us change) and answer nobody. So the
-group is formed once, at the first update, and lasts until this process or an update fails.
+If this process ends during a broadcast, SGLang gives up at once. But if it ends while the group is
+being formed, SGLang waits half an hour (torch's default, which SGLang does not let us change) and
+answers nobody. So the group is formed once, at the first update, and lasts until this process ends
+or an update fails.
 
 Invariant: SGLang's weights change only after every tensor of the update has arrived here. Its label
 changes with the last bucket, in the pause.
@@ -41,7 +42,7 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 class RelayGroup(Struct, frozen=True):
-    """A group with SGLang's ranks, and what SGLang calls it."""
+    """A group with SGLang's ranks, and its name in SGLang."""
 
     name: str
     group: groups.BroadcastGroup
@@ -71,7 +72,7 @@ class Relay:
         self._membership: RelayGroup | None = None
 
     async def receive(self, update: WeightUpdate) -> None:
-        """Waits for the learner; the timeouts of the transfer unblock."""
+        """Receive an update. Waits for the learner, at most for the transfer's timeouts."""
         await asyncio.to_thread(self._stage, update)
 
     async def load_in_pause(
@@ -98,7 +99,7 @@ class Relay:
             try:
                 await self._http.send("/begin_weight_update", {})
             except RefusedError:
-                # A generator has left an update unfinished.
+                # Some generator has left an update unfinished.
                 await self._http.send("/end_weight_update", {})
                 await self._http.send("/begin_weight_update", {})
             await self._broadcast(self._membership, label, require_current)
@@ -113,7 +114,7 @@ class Relay:
         return time.perf_counter() - start
 
     async def close(self) -> None:
-        """Waits until SGLang has left the group, or does not answer."""
+        """Leave the group. Waits until SGLang has left it, or does not answer."""
         await self._leave()
         self._transfer.close()
 
@@ -121,7 +122,7 @@ class Relay:
         self._staged.fill(update.manifest, self._transfer.tensors(update))
 
     async def _form(self) -> RelayGroup:
-        """Joins a group at both ends. Waits for all ranks; the timeout or a refusal unblocks."""
+        """Form a group. Waits for all ranks; a timeout or a refusal ends the wait."""
         name = f"streamrl-{uuid.uuid4().hex[:12]}"
         world_size = 1 + self._settings.tp_size
         request = InitWeightsUpdateGroupReqInput(
@@ -152,7 +153,7 @@ class Relay:
                 shapes=[tuple(tensor.shape) for _, tensor in bucket],
                 group_name=membership.name,
                 load_format="flattened_bucket",
-                # SGLang cannot flush the cache of requests that stay: it answers 400.
+                # SGLang cannot flush its cache while requests are in flight: it answers 400.
                 flush_cache=is_last and not self._settings.keeps_old_kv,
                 weight_version=label if is_last else None,
             )
@@ -162,7 +163,8 @@ class Relay:
                 path = "/update_weights_from_distributed"
                 await asyncio.gather(sending, self._http.send(path, body))
             except (StreamRLError, asyncio.CancelledError):
-                # One that SGLang refuses it does not receive: the broadcast ends with the group.
+                # SGLang does not receive a bucket that it refuses: the broadcast ends only with the
+                # group.
                 await self._dissolve(membership)
                 await asyncio.wait([sending])
                 raise
@@ -174,14 +176,14 @@ class Relay:
             await asyncio.to_thread(membership.group.close)
 
     async def _dissolve(self, membership: RelayGroup) -> None:
-        """Makes SGLang leave the group, if it answers and has not left."""
+        """Make SGLang leave the group, if it answers and has not left."""
         body = DestroyWeightsUpdateGroupReqInput(group_name=membership.name)
         with contextlib.suppress(StreamRLError):
             await self._http.send("/destroy_weights_update_group", body, timeout_s=self._timeout_s)
 
 
 def prefix_of(group_name: str) -> str:
-    """The prefix of the keys of a gloo group that SGLang joins under this name in our store.
+    """The prefix of the keys in our store for a gloo group that SGLang joins under this name.
 
     SGLang adds a prefix of its own to the two of torch.distributed; a `PrefixStore` joins prefix
     and key with a slash.
@@ -190,7 +192,8 @@ def prefix_of(group_name: str) -> str:
 
 
 def buckets_of(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """The tensors of each broadcast, wide element types first: SGLang's views need alignment."""
+    """Yield the tensors of each broadcast, wide element types first: SGLang's views need
+    alignment."""
     bucket: list[NamedTensor] = []
     for name, tensor in sorted(tensors, key=lambda named: -named[1].element_size()):
         if bucket and sum(t.nbytes for _, t in bucket) + tensor.nbytes > bucket_bytes:

@@ -1,17 +1,17 @@
 """An SGLang server, elsewhere (`generator.sglang.url`) or started for this engine.
 
-A recorded version is that of the weights whose forward pass sampled the token, by SGLang's own
-spans of labels (`actors.engines.sglang.relay` documents where they are one token off). Which
-version the KV cache is of depends on `generator.sglang.pause_mode`:
+A token's recorded version is that of the weights whose forward pass sampled it, by SGLang's own
+spans of labels. Which version the KV cache belongs to depends on `generator.sglang.pause_mode`:
 
     keep    requests in flight go on; the KV cache of their earlier tokens stays of the version that
             computed it, or, with recompute_kv, is computed again
     abort   requests in flight begin anew, so all of a completion is of one version
 
 SGLang reports log-probabilities after temperature. With top-k or top-p, those of the truncated
-distribution come with its sampling mask, which holds at most sampling_mask_max_tokens (4096)
-candidates: top-p alone samples from the 4096 likeliest, and a larger top-k fails alone. With both,
-top-p counts the probabilities of all tokens, where HF and vLLM count those that top-k has kept.
+distribution come with its sampling mask, which has at most sampling_mask_max_tokens (4096)
+candidates. So top-p alone samples from the 4096 likeliest, and a request with a larger top-k fails.
+With both, top-p counts the probabilities of all tokens; HF and vLLM count only those that top-k has
+kept.
 """
 
 import contextlib
@@ -76,13 +76,15 @@ def is_truncated(request: ServedRequest) -> bool:
 def sets_of(
     meta: GenerateMetaInfo, request: ServedRequest, num_tokens: int
 ) -> tuple[TokenSets | None, TopLogprobs | None]:
-    """The mask and the likeliest tokens of the first `num_tokens`, each if it was asked for.
+    """The sampling mask and the likeliest tokens of the first `num_tokens`, each if it was asked
+    for.
 
-    SGLang's sampling mask has the ids alone, and its top log-probabilities are those before
-    truncation: a token and its candidates have the same difference between the two distributions.
+    SGLang's sampling mask has only ids, and its top log-probabilities are those before truncation.
+    They are corrected by the sampled token's difference between the two distributions, which its
+    candidates share.
 
     Raises:
-        RolloutError: they are not in the answer.
+        RolloutError: the answer lacks them.
     """
     sampling = request.sampling
     masks = (meta.output_token_sampling_mask or [])[:num_tokens]
@@ -120,15 +122,15 @@ def _top(
     return top_of(each, sampling.num_top_logprobs)
 
 
-# SGLang leaves two positions of its context unused, and takes no prompt within six of its end.
+# SGLang leaves two positions of its context unused, and accepts no prompt within six of its end.
 NUM_RESERVED = 6
 _INFO_S = 30.0
-# With a sampling mask, which holds the candidates of each token (--sampling-mask-max-tokens).
+# The most candidates in a token's sampling mask (--sampling-mask-max-tokens).
 MASK_TOKENS = 4096
 
 
 def launch_environment(config: RunConfig) -> dict[str, str]:
-    """What the process of `launch_command` needs beside this one's environment."""
+    """Environment variables that the process of `launch_command` needs in addition."""
     num_threads = config.generator.num_threads
     threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
     if not has_gpu():
@@ -137,8 +139,8 @@ def launch_environment(config: RunConfig) -> dict[str, str]:
 
 
 def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> list[str]:
-    """The command that starts the server of a run's configuration; `generator.engine_kwargs`
-    overrides every argument but those that correctness needs."""
+    """The command that starts the server of a run's configuration. `generator.engine_kwargs`
+    overrides every argument; the configuration refuses overrides that would break correctness."""
     generator = config.generator
     settings = generator.sglang.model_dump(exclude=set(SglangSettings.ours))
     given = {name: value for name, value in settings.items() if value is not None}
@@ -165,8 +167,9 @@ def launch_command(config: RunConfig, *, host: str, port: int, seed: int) -> lis
 
 
 def _on_cpu(max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
-    """SGLang's kernels for a plain CPU, a KV cache for the requests that run at a time (by default
-    it is half of the machine's memory), and no core for a server that waits: by default it polls.
+    """Arguments for a plain CPU: kernels without special instructions, a KV cache just for the
+    concurrent requests (by default it takes half of the machine's memory), and no polling while
+    idle.
     """
     num_tokens = max_num_seqs * (max_model_len + NUM_RESERVED)
     return {
@@ -179,7 +182,7 @@ def _on_cpu(max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
 
 
 def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """The arguments as flags: true is a bare flag, false no flag, a list a flag with many values.
+    """Arguments as flags: true gives a bare flag, false no flag, a list a flag with several values.
 
     >>> list(flags({"tp_size": 2, "disable_cuda_graph": True, "enable_metrics": False}))
     ['--tp-size', '2', '--disable-cuda-graph']
@@ -195,11 +198,11 @@ def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def wire_request(request: ServedRequest, seed: int) -> GenerateReqInput:
-    """SGLang's record of the request. `seed` is used if the request has none.
+    """SGLang's form of the request. `seed` is used if the request has none.
 
-    SGLang reports no log-probabilities of a distribution that top-p alone truncates, so top-k goes
-    with it. It can ignore all stops, but not the end-of-sequence tokens alone: in that case the
-    answer is cut at the first stop here.
+    SGLang reports no log-probabilities of a distribution that only top-p truncates, so top-k is
+    added. It can ignore all stops, but not only the end-of-sequence tokens; with `ignore_eos` the
+    answer is therefore cut at the first stop in `completion_of`.
     """
     sampling = request.sampling
     return GenerateReqInput(
@@ -240,7 +243,8 @@ def completion_of(answer: GenerateResponse, request: ServedRequest, labels: Labe
     if is_truncated(request):
         logprobs = meta.output_token_sampling_logprobs or []
     if reason == "abort":
-        # A request that is aborted in SGLang's queue, after a retraction, may come without some.
+        # A request that is aborted in SGLang's queue after a retraction may lack some
+        # log-probabilities.
         token_ids = token_ids[: len(logprobs)]
     if not np.isfinite(logprobs).all():
         raise RolloutError("the answer is inconsistent: a log-probability is not finite")
@@ -259,7 +263,7 @@ def completion_of(answer: GenerateResponse, request: ServedRequest, labels: Labe
         prompt, rows = request.prompt_token_ids, None
         if meta.routed_experts is not None:
             rows = from_int32(meta.routed_experts, *request.expert_shape)
-            # Those behind a stop leave with their tokens.
+            # Rows after a stop are removed with their tokens.
             rows = rows[: len(prompt) + len(token_ids) - 1]
         experts = recorded(rows, prompt, token_ids, "SGLang", meta.finish_reason.type)
     return completion(
@@ -274,7 +278,7 @@ def completion_of(answer: GenerateResponse, request: ServedRequest, labels: Labe
 
 
 def open_sglang(config: RunConfig, *, seed: int, is_shared: bool = False) -> Engine:
-    """An engine on the servers of `generator.sglang.url`, or on one started here; raises as
+    """Make an engine on the servers of `generator.sglang.url`, or on one started here; raises as
     `open_urls` does."""
     make = partial(SglangServer, config, seed=seed)
     if config.generator.sglang.urls:
@@ -291,7 +295,7 @@ def open_sglang(config: RunConfig, *, seed: int, is_shared: bool = False) -> Eng
 
 
 class SglangServer(Server):
-    """By SGLang's own routes."""
+    """A server with SGLang's own routes."""
 
     library, label_path, gauges = "SGLang", "/model_info", GAUGES
     looks = ("sglang:http_requests_total", 'endpoint="/model_info"')
@@ -299,17 +303,17 @@ class SglangServer(Server):
     def __init__(self, config: RunConfig, url: str, labels: Labels, *, seed: int) -> None:
         super().__init__(config, url, labels)
         self._settings = config.generator.sglang
-        # Requests without a seed of their own get different ones.
+        # Each request without a seed gets a different one.
         self._seeds = np.random.default_rng(seed)
 
     async def require_up(self) -> None:
-        # SGLang's /health fails on a server that an earlier generator has left paused.
+        # SGLang's /health fails if an earlier generator has left the server paused.
         if await self.label() == UNLABELED:
             await self.http.text("/health")
 
     async def require_settings(self) -> None:
         await require_length(self.http, self._config.max_model_len, NUM_RESERVED)
-        # Its scheduler tells it, between two steps.
+        # The scheduler answers this between two steps, which may take long.
         info = await self.http.get("/server_info", dict[str, Any], timeout_s=_INFO_S)
         for name in ("tp_size", "enable_deterministic_inference"):
             if info.get(name) != getattr(self._settings, name):
@@ -346,7 +350,7 @@ class SglangServer(Server):
         await self.http.send("/pause_generation", PauseGenerationReqInput(mode="abort"))
         info = await self.http.get("/model_info", ModelInfo)
         if info.weight_version != UNLABELED:
-            # SGLang refuses it unless an update was left unfinished.
+            # SGLang refuses this unless an update was left unfinished.
             with contextlib.suppress(RefusedError):
                 await self.http.send("/end_weight_update", {})
             body = UpdateWeightFromDiskReqInput(model_path=info.model_path, abort_all_requests=True)
@@ -354,7 +358,7 @@ class SglangServer(Server):
         await self._name_weights(self.labels.label(0))
 
     async def _name_weights(self, label: str) -> None:
-        """Before sampling goes on."""
+        """Label the weights and let sampling continue."""
         body = UpdateWeightVersionReqInput(new_version=label, abort_all_requests=True)
         await self.http.send("/update_weight_version", body)
         await self.http.send("/continue_generation", {})
@@ -380,7 +384,8 @@ class SglangServer(Server):
             raise RolloutError(
                 "SGLang uses a seed only with generator.sglang.enable_deterministic_inference"
             )
-        # The ids of all candidates of each token, and the likeliest with their log-probabilities.
+        # The answer has the ids of each token's candidates, and the likeliest with
+        # log-probabilities.
         num_ids = (request.sampling.top_k or MASK_TOKENS) if is_truncated(request) else 0
         answer = await self.http.post(
             "/generate",

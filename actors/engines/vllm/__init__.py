@@ -1,1 +1,1 @@
-"""vLLM as an engine, in this process's care or by URL."""
+"""vLLM as an engine, started by this process or reached by URL."""

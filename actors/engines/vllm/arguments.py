@@ -1,6 +1,6 @@
-"""From a run's configuration to vLLM's arguments, and from our sampling record to vLLM's.
+"""Makes vLLM's arguments from a run's configuration, and vLLM's sampling record from ours.
 
-Invariant: `generator.engine_kwargs` overrides every argument but those that correctness needs:
+Invariant: `generator.engine_kwargs` overrides every argument except those that correctness needs:
 token ids in and out, log-probabilities of the distribution sampled from, our weight transfer.
 """
 
@@ -39,10 +39,10 @@ _FIXED: dict[str, Any] = {
 
 
 def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> AsyncEngineArgs:
-    """vLLM's arguments for the engine a run's configuration describes.
+    """vLLM's arguments for the engine that a run's configuration describes.
 
     Raises:
-        ConfigError: vLLM does not take an argument, or cannot serve the model on this CPU.
+        ConfigError: vLLM does not accept an argument, or cannot serve the model on this CPU.
     """
     register()
     chosen = {**_typed(config), **config.generator.engine_kwargs}
@@ -54,8 +54,8 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
         chosen = {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "enforce_eager": True} | chosen
         _prepare_cpu(config.generator.num_threads, chosen["enforce_eager"])
         if chosen["tensor_parallel_size"] == 1 and os.environ[_BIND] == "nobind":
-            # In a process of its own, scheduler or worker spins while it waits for the other's
-            # step, and on a machine of few cores nothing else runs for seconds.
+            # In separate processes, scheduler and worker spin while they wait for each other's
+            # step; on a machine with few cores nothing else would run for seconds.
             chosen = {"distributed_executor_backend": IN_ONE_PROCESS} | chosen
     else:
         # As `vllm serve` does: once anybody here, a reward's module maybe, has asked torch whether
@@ -75,23 +75,23 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
 
 
 def vllm_sampling(sampling: SamplingParams, stops: frozenset[int]) -> VllmSamplingParams:
-    """vLLM's record of the same request: the new tokens now and then, not decoded to text.
+    """vLLM's record of the same request; it reports new tokens now and then, not decoded to text.
 
-    With all tokens so far, CUMULATIVE, vLLM 0.32 would report each token, whatever
-    `stream_interval` says.
+    With CUMULATIVE (all tokens so far in each report), vLLM 0.32 would report at every token,
+    whatever `stream_interval` says.
     """
     return VllmSamplingParams(
         **structs.asdict(VllmSampling.of(sampling, stops)),
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA,
         stream_interval=_REPORT_EVERY_TOKENS,
-        # Of one request alone, and vLLM changes only its own copy.
+        # No clone is needed: the record belongs to one request.
         skip_clone=True,
     )
 
 
 def _typed(config: RunConfig) -> dict[str, Any]:
-    """The typed settings; vLLM chooses those that are left unset."""
+    """Arguments from the typed settings; vLLM chooses those that are unset."""
     generator = config.generator
     settings = generator.vllm.model_dump(exclude=set(VllmSettings.ours))
     given = {name: value for name, value in settings.items() if value is not None}
@@ -108,11 +108,12 @@ def _typed(config: RunConfig) -> dict[str, Any]:
 
 
 def _prepare_cpu(num_threads: int, is_eager: bool) -> None:
-    """vLLM's workers read these when they start. Binding threads to cores would pin every
-    generator of a machine to the same ones."""
+    """Set environment variables that vLLM's workers read when they start. Binding threads to cores
+    would bind all generators of a machine to the same cores."""
     os.environ.setdefault(_BIND, "nobind")
     if is_eager:
-        # Else vLLM compiles its samplers' small functions at the first request, for half a minute.
+        # Otherwise vLLM compiles its samplers' small functions at the first request, for half a
+        # minute.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if num_threads:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)

@@ -1,6 +1,7 @@
-"""Whether vLLM's attention kernels for CPUs can serve a model, so that it is refused at the start.
+"""Checks that vLLM's attention kernels for CPUs can serve a model, so that it is refused at the
+start.
 
-Without this check vLLM's processes end while they warm up, or at the first request.
+Without this check vLLM's processes would crash during warm-up or at the first request.
 """
 
 from actors.engines.model import ModelFacts
@@ -8,7 +9,8 @@ from actors.engines.vllm.plugin import request_amx
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 
-# Those vLLM 0.32 names (CPUAttentionBackend.get_supported_head_sizes), and 48, which works, too.
+# The widths that vLLM 0.32 names (CPUAttentionBackend.get_supported_head_sizes), and 48, which also
+# works.
 HEAD_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 

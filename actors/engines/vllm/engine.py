@@ -2,8 +2,8 @@
 
 The model runs in vLLM's own processes; this one holds requests and passes updates on.
 
-A recorded version is that of the weights whose forward pass sampled the token, by vLLM's own label,
-which changes only while vLLM is paused. Which version the KV cache is of depends on
+A token's recorded version is that of the weights whose forward pass sampled it, by vLLM's own
+label, which changes only while vLLM is paused. Which version the KV cache belongs to depends on
 `generator.vllm.pause_mode`:
 
     keep    requests in flight go on; the KV cache of their earlier tokens stays of the version that
@@ -12,8 +12,8 @@ which changes only while vLLM is paused. Which version the KV cache is of depend
     wait    requests in flight end first, so all of a completion is of one version
     abort   requests in flight begin anew, so all of a completion is of one version
 
-Invariant: every request gets one answer: a completion, a RolloutError of its own, or, if vLLM has
-ended, a TransportError with the last line of vLLM's errors.
+Invariant: every request gets one answer: a completion, its own RolloutError, or, if vLLM has ended,
+a TransportError with the last line of vLLM's errors.
 """
 
 import asyncio
@@ -105,16 +105,17 @@ class Gauges(StatLoggerBase):
             self.readings["num_preemptions"] += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
-        """Nothing: the generator's log names the engine."""
+        """Do nothing: the generator's log already names the engine."""
 
 
 _END_S = 2.0
 
 
 class VllmProcesses:
-    """Why vLLM's processes ended, of which its own exceptions only name a stack trace elsewhere:
-    the last line of the file in `folder` to which `actors.engines.vllm.plugin` writes their errors,
-    and, since one that is killed by a signal writes nothing, the exit code."""
+    """Finds out why vLLM's processes ended, since vLLM's exceptions only refer to a stack trace
+    elsewhere. The reason is the last line of the file in `folder` to which
+    `actors.engines.vllm.plugin` writes errors, and the exit code, since a process killed by a
+    signal writes nothing."""
 
     def __init__(self, folder: Path) -> None:
         self._log_file = folder.absolute() / f"vllm-{os.getpid()}.log"
@@ -122,7 +123,7 @@ class VllmProcesses:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Around the call that starts vLLM's processes.
+        """Wrap the call that starts vLLM's processes.
 
         Raises:
             TransportError: vLLM did not start, with the last line of its errors.
@@ -138,19 +139,20 @@ class VllmProcesses:
         self._processes = tuple(p for p in multiprocessing.active_children() if p not in before)
 
     def death(self) -> TransportError:
-        """The error for vLLM's end. Waits for the end of its processes, `_END_S` at most."""
+        """The error for vLLM's end. Waits for the end of its processes, at most `_END_S` each."""
         for process in self._processes:
             process.join(_END_S)
         codes = [process.exitcode for process in self._processes if process.exitcode]
-        # The process that failed first, as far as it can be known: vLLM ends the others itself.
+        # The code of the process that failed first, as far as can be known: vLLM ends the others
+        # itself.
         own = [code for code in codes if code not in (-signal.SIGTERM, -signal.SIGKILL)]
         return death("vLLM", next(iter([*own, *codes]), None), self._log_file)
 
 
 @dataclass(frozen=True)
 class VllmPrompt:
-    """Token ids as the model reads them; those that vLLM is given, if it has images: one
-    placeholder for each, where vLLM's own processor puts those of all its tokens."""
+    """`token_ids` are what the model reads. With images, vLLM gets `collapsed` instead: one
+    placeholder for each image, which vLLM's own processor expands to all of its tokens."""
 
     token_ids: list[int]
     collapsed: list[int] = field(default_factory=list)
@@ -180,8 +182,8 @@ class VllmPrompt:
         return cls(token_ids, placeholders.collapse(token_ids, sizes), images, ids)
 
     def salted(self, cache_salt: str) -> Any:
-        """What vLLM's `generate` takes; only prompts of one salt share prefixes, and what the model
-        has made of an image, which vLLM keeps under the image's uuid."""
+        """The prompt as vLLM's `generate` takes it. Only prompts with the same salt share prefixes
+        and image features, which vLLM caches by the image's uuid."""
         if not self.images:
             return tokens_input(self.token_ids, cache_salt=cache_salt)
         return TokensPrompt(
@@ -194,7 +196,7 @@ class VllmPrompt:
     def require_same(self, read: Sequence[int] | None) -> None:
         """
         Raises:
-            RolloutError: vLLM's model has read other token ids than those that are recorded.
+            RolloutError: vLLM's model has read token ids other than the recorded ones.
         """
         if self.images and list(read or ()) != self.token_ids:
             raise RolloutError(
@@ -212,11 +214,11 @@ class VllmEngine(UpdatableEngine):
     """Implements `streamrl.interfaces.Engine`; made in the event loop that uses it."""
 
     def __init__(self, config: RunConfig, *, seed: int, is_shared: bool = False) -> None:
-        """With the weights of `model.path`; no other generator shares it.
+        """Start vLLM with the weights of `model.path`; no other generator shares it.
 
         Raises:
             ConfigError: vLLM refuses the configuration, or lacks what the model needs.
-            TransportError: it did not start.
+            TransportError: vLLM did not start.
         """
         facts = ModelFacts.of(config.model)
         super().__init__(facts.shapes)
@@ -242,10 +244,10 @@ class VllmEngine(UpdatableEngine):
         )
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._vocab_size: int = self._llm.model_config.get_vocab_size()
-        # Only requests of one salt share prefixes.
+        # Only requests with the same salt share prefixes.
         self._cache_salt = "0"
         self._numbers = itertools.count()
-        # By id; none is submitted while an update is loaded.
+        # Handles of requests in vLLM, by id; none is submitted while an update is loaded.
         self._submitted: dict[str, CompletionHandle] = {}
         self._may_submit = asyncio.Event()
         self._may_submit.set()
@@ -282,7 +284,8 @@ class VllmEngine(UpdatableEngine):
         return await answered(send, sampling, handle.stop)
 
     def gauges(self) -> Mapping[str, float]:
-        """Beside those of the interface: `kv_usage` (fraction) and the total `num_preemptions`."""
+        """The gauges of the interface, and `kv_usage` (fraction) and the total
+        `num_preemptions`."""
         return {**self._gauges.readings, "pause_s": self._pause_s}
 
     async def close(self) -> None:
@@ -329,9 +332,9 @@ class VllmEngine(UpdatableEngine):
     async def _sample(
         self, prompt: VllmPrompt, params: VllmSamplingParams, handle: CompletionHandle
     ) -> list[CompletionOutput]:
-        """vLLM's answers, each with its new tokens; none if it takes no request at present. Waits
-        for an update that is being loaded, then for the last answer; canceling frees the request's
-        slot."""
+        """vLLM's answers, each with its new tokens; [] if vLLM accepts no requests at present.
+        Waits until no update is being loaded, then for the last answer; canceling frees the
+        request's slot."""
         await self._may_submit.wait()
         salted = prompt.salted(self._cache_salt)
         request_id = str(next(self._numbers))
@@ -345,7 +348,8 @@ class VllmEngine(UpdatableEngine):
         except EngineDeadError as error:
             raise await asyncio.to_thread(self._processes.death) from error
         except Exception as error:
-            # So vLLM 0.33 answers what arrives in a pause that requests in flight do not outlast.
+            # vLLM 0.33 answers this way to requests that arrive in a pause that ends those in
+            # flight.
             if getattr(error, "status_code", None) == HTTPStatus.SERVICE_UNAVAILABLE:
                 await asyncio.sleep(_AGAIN_S)
                 return []
@@ -366,7 +370,8 @@ class VllmEngine(UpdatableEngine):
 
 @contextmanager
 def _finding(device: str) -> Iterator[None]:
-    """vLLM's processes, which take every GPU that they find, find this one; we see all again."""
+    """Let vLLM's processes, which take every GPU that they see, see only this one during the
+    block."""
     name = "CUDA_VISIBLE_DEVICES"
     before = os.environ.get(name)
     os.environ.update(visible_alone(device, os.environ))
@@ -379,8 +384,9 @@ def _finding(device: str) -> Iterator[None]:
 
 
 def _start(arguments: AsyncEngineArgs, gauges: Gauges, processes: VllmProcesses) -> AsyncLLM:
-    """Without what vLLM would do for each token in our event loop, to nobody's use: observe it for
-    Prometheus, and read the environment anew, which its own processes do not, either."""
+    """Start vLLM without two costs per token in our event loop that are of no use here: observing
+    it for Prometheus, and reading environment variables again (vLLM's own processes cache them,
+    too)."""
     disable_envs_cache()
     try:
         checked = arguments.create_engine_config()

@@ -1,7 +1,7 @@
 """Bodies of vLLM's routes: the fields that we set or read.
 
 Invariant: every class and field has vLLM's own name; `tests/vllm/test_served_messages.py` compares
-them with vLLM's classes. `VllmSampling` is the record of a request in this process, too.
+them with vLLM's classes. `VllmSampling` is also used for requests to a vLLM in this process.
 """
 
 from typing import Annotated, Any, Self
@@ -57,7 +57,7 @@ class GenerateLogProb(Struct, frozen=True):
 
 
 class GenerateLogProbsContent(Struct, frozen=True):
-    """Of a sampled token, which is the first of `top_logprobs`."""
+    """The log-probabilities at a sampled token, which is the first of `top_logprobs`."""
 
     logprob: float
     top_logprobs: list[GenerateLogProb] = []

@@ -1,10 +1,10 @@
 """StreamRL's plug-in in vLLM's processes: the entry point `vllm.general_plugins`.
 
-vLLM calls `register` in each of its processes, so the weight receiver is known in the workers. It
-may be called more than once, and imports only what vLLM has imported already.
+vLLM calls `register` in each of its processes, so the workers know the weight receiver. It may be
+called more than once, and imports only what vLLM has already imported.
 
-Invariant: vLLM's processes end with the generator that started them, in whatever way it ended;
-vLLM itself leaves its engine core running when its owner is killed.
+Invariant: vLLM's processes end with the generator that started them, in whatever way it ends; vLLM
+itself would leave its engine core running when its owner is killed.
 """
 
 import logging
@@ -13,12 +13,12 @@ import os
 import threading
 
 BACKEND = "streamrl"
-# Set by the generator, so that vLLM's processes of other programs are left as they are.
+# Set by the generator, so that vLLM processes of other programs are not affected.
 ERROR_LOG_VARIABLE = "STREAMRL_VLLM_ERROR_LOG"
 
 
 def register() -> None:
-    """Makes `WeightTransferConfig(backend="streamrl")` known to vLLM."""
+    """Make `WeightTransferConfig(backend="streamrl")` known to vLLM."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND in WeightTransferEngineFactory._registry:
@@ -35,10 +35,10 @@ def register() -> None:
 
 
 def request_amx() -> bool:
-    """Asks the operating system for this process's use of AMX tiles; whether it grants it.
+    """Ask the operating system to let this process use AMX tiles; return whether vLLM can run.
 
-    vLLM's attention in bfloat16 uses the tiles of a CPU that has them without asking, and the
-    process ends with SIGILL.
+    On a CPU with AMX tiles, vLLM's attention in bfloat16 uses them without asking, and the process
+    would end with SIGILL.
     """
     import torch
 
@@ -46,7 +46,8 @@ def request_amx() -> bool:
 
 
 def _end_with_parent() -> None:
-    """Waits for the parent's end, at which the operating system closes a pipe."""
+    """Wait until the parent ends (the operating system then closes a pipe), and end this
+    process."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "register() has checked"
     parent.join()

@@ -1,8 +1,9 @@
-"""A vLLM that runs elsewhere (`generator.vllm.url`): token ids in and out, weights by our plug-in.
+"""A vLLM server that runs elsewhere (`generator.vllm.url`): token ids in and out, weights by our
+plug-in.
 
-Its workers receive from the learner themselves, so StreamRL is installed beside that vLLM, for
-`actors.engines.vllm.plugin`. For what a recorded version means, and for requests in flight at an
-update, see `actors.engines.vllm.engine`.
+Its workers receive from the learner themselves, so StreamRL must be installed beside that vLLM, for
+`actors.engines.vllm.plugin`. `actors.engines.vllm.engine` says what a recorded version means and
+what happens to requests in flight at an update.
 
 Invariant: a server that was not started as `serve_command` says is refused, with that command.
 """
@@ -97,17 +98,17 @@ GAUGES: Names = {
 
 
 def open_vllm(config: RunConfig, *, seed: int = 0, is_shared: bool = False) -> Engine:
-    """An engine on the servers of `generator.vllm.url`, which have their own seed; raises as
+    """Make an engine on the servers of `generator.vllm.url`, which have their own seed; raises as
     `open_urls` does."""
     settings = config.generator.vllm
-    # A vLLM on this machine runs on its CPU if there is no GPU; of others nothing is known.
+    # A vLLM on this machine runs on the CPU if there is no GPU; of other machines nothing is known.
     if any(is_loopback(url) for url in settings.urls) and not has_gpu():
         require_servable(config, ModelFacts.of(config.model))
     return open_urls(config, partial(VllmServer, config), is_shared=is_shared)
 
 
 class VllmServer(Server):
-    """By vLLM's routes for tokens in, tokens out, and for training, which are
+    """A server with vLLM's routes for tokens in and out, and for training: the methods of
     `actors.engines.vllm.weights.UpdateCalls`."""
 
     library, label_path, gauges = "vLLM", "/weight_info", GAUGES
@@ -139,7 +140,7 @@ class VllmServer(Server):
         await self._name_weights(self.labels.label(0))
 
     async def _name_weights(self, label: str) -> None:
-        """Before sampling goes on."""
+        """Label the weights and let sampling continue."""
         await self.http.send("/update_weight_version", {"new_version": label})
         await self.resume_generation()
 
@@ -161,7 +162,8 @@ class VllmServer(Server):
         )
 
     async def start_weight_update(self) -> None:
-        """After discarding the update that a generator has left unfinished, if one has."""
+        """Start an update; first discard an update that some generator has left unfinished, if
+        any."""
         try:
             await self.http.send("/start_weight_update", {})
         except RefusedError:

@@ -1,7 +1,7 @@
 """A weight update in vLLM: received while sampling goes on, loaded in a short pause.
 
-Invariant: vLLM's label of the weights changes in the same pause as the weights, so the label vLLM
-gives each sampled token is that of the version whose forward pass sampled it. The workers' end is
+Invariant: vLLM's label of the weights changes in the same pause as the weights, so each sampled
+token gets the label of the version whose forward pass sampled it. The workers' side is
 `actors.engines.vllm.worker_receiver`.
 """
 
@@ -31,7 +31,8 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
 
 class UpdateCalls(Protocol):
-    """What an update needs of vLLM's `AsyncLLM`, which is one of these; or the same by HTTP."""
+    """The calls that an update needs. vLLM's `AsyncLLM` has them; `VllmServer` makes them by
+    HTTP."""
 
     async def start_weight_update(self) -> None: ...
 
@@ -47,8 +48,8 @@ class UpdateCalls(Protocol):
 class WeightLoader:
     """Implements `actors.engines.served.server.ServerUpdates`.
 
-    `require_alive` raises if vLLM has ended; `request` is what `update_weights` takes, made of its
-    `update_info`; `address` is the one at which its workers reach this machine, for their reports.
+    `require_alive` raises if vLLM has ended; `request` makes the argument of `update_weights` from
+    an `update_info`; `address` is where vLLM's workers reach this machine with their reports.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class WeightLoader:
         self._num_workers = num_workers
         self._request = request
         self.settings = settings
-        """Say how to pause."""
+        """Settings that say how to pause."""
         self._deadline_s = deadline_s
         self._attempt = 0
         self._reports = zmq.asyncio.Context.instance().socket(zmq.PULL)
@@ -76,8 +77,8 @@ class WeightLoader:
         self._report_to = self._reports.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     async def receive(self, update: WeightUpdate) -> None:
-        """Into the workers' host memory. Waits for each worker's report, which the timeouts of the
-        transfer bound, or for the deadline."""
+        """Receive an update into the workers' host memory. Waits for each worker's report, at most
+        for the transfer's timeouts or the deadline."""
         self._attempt += 1
         await self._vllm.start_weight_update()
         encoded = msgspec.json.encode(update).decode()
@@ -116,10 +117,11 @@ class WeightLoader:
         await self._vllm.update_weights(self._request(info))
 
     async def _report(self, until_s: float | None) -> str:
-        """The next worker's error. Waits for its report, for vLLM's end or the deadline."""
+        """The error in the next worker's report; "" for success. Waits for the report, vLLM's end
+        or the deadline."""
         while True:
             if await self._reports.poll(_CHECK_S * 1000):
-                # Anybody may send to the port.
+                # Others may also send to the port.
                 with suppress(msgspec.MsgspecError, ValueError, RecursionError):
                     report = msgspec.json.decode(await self._reports.recv(), type=WorkerReport)
                     if report.attempt == self._attempt:

@@ -1,5 +1,5 @@
-"""The receiving end of weights inside a vLLM worker: StreamRL's backend of vLLM's weight transfer,
-as `actors.engines.vllm.weights` drives it.
+"""Receives weights inside a vLLM worker: StreamRL's backend for vLLM's weight transfer, driven by
+`actors.engines.vllm.weights`.
 
 Invariant: the model's weights change only in `finish_weight_update`, and only if every tensor of
 the update has arrived. Sampling goes on while the update arrives.
@@ -30,20 +30,20 @@ from streamrl.types import BroadcastEndpoint, WeightUpdate, replace
 from streamrl.weights.transports.receive import TransferReceiver
 
 log = logging.getLogger(__name__)
-# It warns at each update of modules with buffers and nothing to load. That no parameter is missing
-# is checked by the manifest.
+# vLLM warns at each update about modules that have buffers and nothing to load. The manifest
+# already ensures that no parameter is missing.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Empty: groups are joined for each update."""
+    """Empty, since groups are joined for each update."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     """`update` is a `WeightUpdate` as JSON; "" discards what was received. The report goes to
-    `report_to`, a ZeroMQ PULL socket that takes those of who knows `report_key`."""
+    `report_to`, a ZeroMQ PULL socket that accepts reports from holders of `report_key`."""
 
     attempt: int
     update: str = ""
@@ -57,7 +57,7 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls: ClassVar[type[InitInfo]] = InitInfo
     update_info_cls: ClassVar[type[UpdateInfo]] = UpdateInfo
     supports_draft_weight_update = False
-    # To vLLM: update_weights may return before the weights are in the model.
+    # Tells vLLM that update_weights may return before the weights are in the model.
     defers_processing = True
 
     _thread: threading.Thread | None = None
@@ -76,7 +76,7 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives in a thread, which reports the result, or discards what was received."""
+        """Receive in a thread, which reports the result; or discard what was received."""
         self.drain_pending()
         self._is_complete, self._is_discarded = False, not update_info.update
         if update_info.update:
@@ -86,17 +86,17 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._thread.start()
 
     def drain_pending(self) -> None:
-        """Waits for the receiving thread, which the transfer's timeouts unblock."""
+        """Wait for the receiving thread, at most for the transfer's timeouts."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def finish_weight_update(self) -> None:
-        """Loads what was received; if that was discarded, vLLM need not be paused.
+        """Load what was received. If that was discarded, do nothing; vLLM need not be paused then.
 
         Raises:
-            WeightTransferError: it is loaded already, another generator has begun an update, or
-                vLLM does not take all of it.
+            WeightTransferError: there is no complete update (already loaded, or another generator
+                has begun one), or vLLM does not take all of it.
         """
         self.drain_pending()
         if self._is_discarded:
@@ -128,8 +128,8 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._send(info, WorkerReport(info.attempt, error))
 
     def _send(self, info: UpdateInfo, report: WorkerReport) -> None:
-        """Keeps the socket until the next report: closing one drops what a busy reader has not read
-        yet."""
+        """Send a report. The socket is kept until the next report: closing it would drop what a
+        busy reader has not read yet."""
         if self._socket is not None:
             self._socket.close()
         self._socket = zmq.Context.instance().socket(zmq.PUSH)
@@ -150,7 +150,8 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._staged.fill(update.manifest, received)
 
     def _as_this_worker(self, update: WeightUpdate) -> WeightUpdate:
-        """The endpoint names the rank of the engine's first worker; the others follow it."""
+        """The update with this worker's rank: the endpoint names the rank of the engine's first
+        worker, and the others follow it."""
         endpoint = update.endpoint
         if not isinstance(endpoint, BroadcastEndpoint):
             return update
@@ -160,19 +161,20 @@ class WorkerReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def require_kept(model: torch.nn.Module, loaded: Collection[str]) -> None:
-    """Between the two halves of a reload, while parameters are on the meta device: they keep what
-    comes by their `weight_loader`, and what a model copies into them otherwise is lost.
+    """Check that no parameter is lost in a reload. Call it between the two halves of the reload,
+    while parameters are on the meta device: they keep what comes by their `weight_loader`, and lose
+    what a model copies into them in other ways.
 
     Args:
-        loaded: what the model says that it has loaded.
+        loaded: names of the parameters that the model reports as loaded.
 
     Raises:
-        WeightTransferError: a parameter would stay as it was.
+        WeightTransferError: a parameter would keep its old value.
     """
     for prefix, layer in model.named_modules():
         info = get_layerwise_info(layer)
         if not info.can_load():
-            continue  # All of it has come.
+            continue  # All of its parameters have come.
         lost = info.restore_metadata[0].keys() - {name for name, _ in info.loaded_weights}
         for name in sorted(lost):
             if f"{prefix}.{name}".removeprefix(".") in loaded:
