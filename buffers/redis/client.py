@@ -1,11 +1,12 @@
 """`redis://`: a client of a run whose payloads and journal are in Redis.
 
-The ledger is in a buffer daemon, which Redis names (`buffers.redis.leadership`); requests go there,
-payloads to Redis and from it. Invariant: a payload is in Redis before the daemon is told its key,
-and it has an expiry longer than the put may take, so it is kept exactly if a header followed it.
+The ledger is in a buffer daemon, whose address is in Redis (`buffers.redis.leadership`). Requests
+go to the daemon, payloads to and from Redis. Invariant: a payload is in Redis before the daemon is
+told its key, and has an expiry longer than the put may take, so it is kept exactly if a header
+followed it.
 
-`_follow` waits for another address of the daemon, FOLLOW_S at a time: a client goes over to the
-daemon that has taken over, and sends its open requests again.
+`_follow` looks for a new address of the daemon every FOLLOW_S. If another daemon has taken over,
+the client connects to it and sends its open requests again.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 FETCHED_AT_ONCE = 16
 FOLLOW_S, FIRST_FOLLOW_S, POLL_S = 0.5, 0.05, 0.5
-# An answer to a put that is later than the deadline by this comes to nobody.
+# Nobody waits for the answer to a put this long after the deadline.
 LATE_S = 600
 
 
@@ -91,14 +92,14 @@ class RedisBuffer(ZmqBuffer):
         async with self._puts:
             is_full = await self._memory_limit.refusal(len(payload))
             if is_full and (siblings := await super().fetch_siblings(lease_id)):
-                # Else a group could never be put whose siblings have filled Redis.
+                # Otherwise a group whose siblings have filled Redis could never be put.
                 await self._connection.call("put", ("UNLINK", *map(bytes, siblings)))
             key = await self._write(payload)
             stored = m.StoredGroup(packed.header(len(payload)), key)
             await self._call(m.PutRequest(lease_id), m.Done, 0.0, wire.encode(stored))
 
     async def put_sibling(self, sibling: SiblingHeader, payload: bytes) -> None:
-        """Raise BufferFullError if there is no room for it now; groups alone wait for some."""
+        """Raises BufferFullError if there is no room for it now; only groups wait for room."""
         self._require_redis()
         if await self._memory_limit.refusal(len(payload)):
             raise self._memory_limit.full(len(payload))
@@ -107,7 +108,7 @@ class RedisBuffer(ZmqBuffer):
         await super().put_sibling(sibling, key)
 
     async def fetch_siblings(self, lease_id: str) -> tuple[bytes | memoryview, ...]:
-        """With b"" for one that Redis has lost, which is sampled again."""
+        """The payloads of siblings; b"" for one that Redis has lost, which is sampled again."""
         keys = await super().fetch_siblings(lease_id)
         return tuple(payload or b"" for payload in await self._read_payloads(keys))
 
@@ -118,7 +119,7 @@ class RedisBuffer(ZmqBuffer):
         return await self._with_refusal(await super().stats())
 
     async def _with_refusal(self, stats: BufferStats) -> BufferStats:
-        """With the reason why a payload of the mean size would have to wait, if it would."""
+        """Add the reason why a payload of mean size would have to wait, if it would."""
         books = stats.books
         num_groups = books.buffered + books.taken + books.trained
         refusal = await self._memory_limit.refusal(stats.num_bytes // max(1, num_groups))
@@ -144,9 +145,10 @@ class RedisBuffer(ZmqBuffer):
         return f"its daemon at {self._daemon.url or 'an address not yet known'} does not answer"
 
     async def _follow(self) -> None:
-        """Runs until cancelled, or until Redis refuses this client for good, which ends all calls.
+        """Follow the daemon's address until cancelled, or until Redis refuses this client for good,
+        which ends all calls.
 
-        Waits FOLLOW_S between two looks at the daemon's address.
+        Waits FOLLOW_S between looks.
         """
         while True:
             try:
@@ -178,15 +180,16 @@ class RedisBuffer(ZmqBuffer):
                 reply.set_exception(error)
 
     async def _write(self, payload: bytes) -> bytes:
-        """Its key. Waits for memory in Redis, which acknowledged groups free; polls every POLL_S.
+        """Write a payload; return its key. Waits for memory in Redis, which acknowledged groups
+        free; polls every POLL_S.
 
         Raises:
-            BufferFullError: it does not fit until the deadline.
+            BufferFullError: there was no room until the deadline.
         """
         key = f"{namespace(self._run)}payload:{uuid.uuid4().hex}".encode()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._deadline_s
-        # NX: an earlier attempt that arrives late must not set an expiry on what is kept by then.
+        # NX: an attempt that arrives late must not set an expiry on a payload that is kept by then.
         command: Command = ("SET", key, payload, "EX", round(self._deadline_s) + LATE_S, "NX")
         while True:
             if await self._memory_limit.admits(len(payload)):
@@ -202,8 +205,8 @@ class RedisBuffer(ZmqBuffer):
     async def _groups(
         self, prompt_indices: Sequence[int], payloads: Sequence[Any]
     ) -> tuple[TrajectoryGroup, ...]:
-        """Raise LostMemoryError if Redis has lost some, or has something else in their place; the
-        daemon is told, and they are sampled again."""
+        """Fetch groups. Raises LostMemoryError if Redis has lost or damaged some; the daemon is
+        told, and these are sampled again."""
         groups: list[TrajectoryGroup] = []
         lost: list[int] = []
         read = await self._read_payloads(payloads)

@@ -1,4 +1,4 @@
-"""The connection to a run's Redis server: commands that are repeated until they are answered.
+"""The connection to a run's Redis server; repeats commands until they are answered.
 
 Invariant: a call either returns the server's answer or raises within its deadline; it may be sent
 twice. While Redis is unavailable (restarting, stopped, failing over) calls wait here.
@@ -41,7 +41,7 @@ _REFUSED = (
     exceptions.AuthenticationWrongNumberOfArgsError,
     exceptions.NoPermissionError,
 )
-# A full disk, a server that is busy, that has become a replica, or has lost its own.
+# A full disk, or a server that is busy, has become a replica, or has lost its replicas.
 _UNAVAILABLE_WORDS = ("MISCONF", "BUSY", "READONLY", "MASTERDOWN", "NOREPLICAS")
 
 
@@ -51,7 +51,7 @@ def namespace(run: str) -> str:
 
 
 class RedisConnection:
-    """One client's connections. `retry_s` is the time for the answer to a first attempt."""
+    """One client's connections. `retry_s` is how long the first attempt waits for an answer."""
 
     def __init__(self, url: str, run: str, *, deadline_s: float, retry_s: float) -> None:
         self.url = redacted(url)
@@ -64,7 +64,7 @@ class RedisConnection:
         await self._topology.close()
 
     async def call(self, name: str, *commands: Command) -> list[Any]:
-        """The answers to the commands, which are sent in one pipeline. See `run`."""
+        """Send commands in one pipeline; return their answers. See `run`."""
 
         async def send(client: "Redis") -> list[Any]:
             if len(commands) == 1:
@@ -83,10 +83,10 @@ class RedisConnection:
         commands_for: Callable[[bytes | None], list[Command]],
         alike: Sequence[Command] = (),
     ) -> list[Any]:
-        """The answers to the commands, all of which are run, or none. See `run`.
+        """Run all of the commands or none; return their answers. See `run`.
 
-        `commands_for` makes them for the value of the key that they are run with, or raises. They
-        are as many as those `alike`.
+        `commands_for` makes the commands for the current value of `key`, or raises. `alike` are
+        commands of the same number and size, from which the time is estimated.
         """
 
         async def send(client: "Redis") -> list[Any]:
@@ -103,13 +103,14 @@ class RedisConnection:
     async def run(
         self, name: str, send: Callable[["Redis"], Awaitable[Answer]], work_s: float = 0.0
     ) -> Answer:
-        """What `send` returns, which asks the node that holds the run.
+        """Return what `send` returns; it asks the node that holds the run.
 
-        Waits for it until the deadline, and after a failure twice as long each time before the next
-        attempt. Both are later by `work_s`, the time that an attempt takes in any case.
+        Waits until the deadline, and after each failure twice as long before the next attempt.
+        `work_s`, the time that an attempt takes in any case, is added to the deadline and to each
+        attempt's time-out.
 
         Raises:
-            TransportError: unanswered until the deadline of this connection.
+            TransportError: there was no answer until the deadline of this connection.
             ConfigError: the server refuses this user.
         """
         loop = asyncio.get_running_loop()
@@ -143,7 +144,7 @@ class RedisConnection:
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
     def _raise_if_final(self, error: Exception) -> None:
-        """Raise the errors that no later attempt can avoid."""
+        """Raise errors that no later attempt can avoid."""
         message = str(error)
         if isinstance(error, _REFUSED):
             raise ConfigError(
@@ -169,7 +170,7 @@ class RedisConnection:
 
 
 def _work_s(commands: Sequence[Command]) -> float:
-    """A slow server's time for these; some commits free 100,000 groups."""
+    """The time that a slow server needs for these commands; some commits free 100,000 groups."""
     num_bytes = sum(len(word) for c in commands for word in c if isinstance(word, bytes))
     return num_bytes / SLOWEST_BYTES_PER_S + sum(map(len, commands)) / SLOWEST_WORDS_PER_S
 
@@ -184,5 +185,5 @@ def _certificate_error(error: BaseException | None) -> str:
 
 
 def _summary(error: Exception) -> str:
-    """The first sentence of Redis' message, without the clients of sentinels that it names."""
+    """The first sentence of Redis' message, without the sentinel clients that it lists."""
     return str(error).partition(". ")[0].partition(" : <")[0] or type(error).__name__

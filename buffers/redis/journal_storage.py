@@ -1,5 +1,5 @@
-"""The journal of a run in Redis, beside its payloads: a buffer daemon that was lost with its
-machine goes on from here on another one.
+"""The journal of a run in Redis, beside its payloads: if a buffer daemon is lost with its machine,
+one on another machine continues from it.
 
     fence          TERM:COMMIT, the name of the daemon that writes and the number of its last commit
     journal        hash: the format, the run's settings, the ledger's totals, and the next lease's
@@ -11,11 +11,12 @@ machine goes on from here on another one.
     events         hash by commit: its transitions; never deleted
 
 Invariant: each commit is one transaction (MULTI), made only if the fence is as this daemon left it.
-So of two daemons one writes, and a server that has lost commits (a failover, a snapshot) is noticed
-before anything is added to them: `HandedOverError` then, and the daemon begins anew from what the
-server has. A payload has no expiry exactly while an entry names it: generators write it with one,
-the commit that names it removes it, and the commit that frees it deletes it. So a payload that no
-header followed ends by itself, and none is named that is not there.
+So only one of two daemons writes, and if the server has lost commits (a failover, a snapshot), this
+is noticed before anything is added: `HandedOverError` is raised, and the daemon begins anew from
+what the server has. A payload has no expiry exactly while an entry names it: generators write it
+with an expiry, the commit that names it removes the expiry, and the commit that frees it deletes
+it. So a payload that no header followed expires by itself, and no entry names a payload that is not
+there.
 """
 
 import asyncio
@@ -44,10 +45,10 @@ from streamrl.errors import (
     TransportError,
 )
 
-# Of a run's keys and their values; raised with every change of them. To 6, the ledger was in Lua.
+# The format of a run's keys and values, raised with every change. Up to 6, the ledger was in Lua.
 FORMAT = 9
 PAGE = 1000
-# The server's thread waits this long for Redis; then it refuses its clients, who ask again.
+# The daemon's thread waits this long for Redis; then it refuses its clients, who ask again.
 ANSWER_S, RETRY_S = 1.5, 1.0
 
 Result = TypeVar("Result")
@@ -56,9 +57,10 @@ _pack, _unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
 class RedisStorage:
-    """`buffers.journal.journal.JournalStorage` of the daemon that `term` belongs to.
+    """Implements `buffers.journal.journal.JournalStorage` for the daemon that `term` belongs to.
 
-    Its calls wait for Redis, ANSWER_S at most, in an event loop of their own: one thread at a time.
+    Calls wait for Redis, at most ANSWER_S, in a separate event loop; only one thread may call at a
+    time.
     """
 
     place_type = bytes
@@ -78,7 +80,7 @@ class RedisStorage:
         fence = self._wait(self._connection.call("read", ("GET", self._fence)))[0]
         _, self._confirmed = read_fence(fence)
         self._attempted = self._confirmed
-        # From here on nobody else changes what is read.
+        # From here on no other daemon changes what is read.
         self._require_ours(fence)
         journal, entries = (self._wait(self._read_hash(name)) for name in ("journal", "entries"))
         self._next_number = int(journal.get(b"next_number", 0))
@@ -102,7 +104,8 @@ class RedisStorage:
         return there
 
     def stage(self, payloads: Sequence[bytes | memoryview]) -> list[bytes]:
-        """A generator has written them before it told their keys, which is what is held here."""
+        """Return the keys: generators have already written the payloads, and `payloads` are their
+        keys."""
         return [bytes(key) for key in payloads]
 
     def commit(self, changes: Changes[bytes]) -> frozenset[PayloadKey]:
@@ -111,7 +114,7 @@ class RedisStorage:
         commands += [("SET", self._fence, f"{self._term}:{number}"), *self._commands(changes)]
         self._uncertain |= set(changes.added.values())
         answers = self._wait(self._write(commands))[: len(changes.added)]
-        # 0: it was persistent, since this is the second attempt, or it is not there.
+        # 0: it was persistent already, since this is a second attempt, or it does not exist.
         unsure = [i for i, is_new in zip(changes.added, answers, strict=True) if not is_new]
         there = self.recover({key: changes.added[key] for key in unsure})
         self._confirmed = number
@@ -124,7 +127,7 @@ class RedisStorage:
         self._run.close()
 
     async def _read_hash(self, name: str) -> dict[bytes, bytes]:
-        """By pages, each of which is read within ANSWER_S."""
+        """Read a hash page by page, each within ANSWER_S."""
         found: dict[bytes, bytes] = {}
         cursor = 0
         while True:
@@ -135,8 +138,8 @@ class RedisStorage:
                 return found
 
     async def _write(self, commands: list[Command]) -> list[Any]:
-        """Where memory is full, what is freed is deleted first: the group of a payload that is
-        gone is sampled again, if this commit fails for good."""
+        """Run a commit's commands. If memory is full, delete freed payloads first; if the commit
+        then fails for good, their groups are sampled again."""
         try:
             return await self._transact(commands)
         except exceptions.OutOfMemoryError:
@@ -154,7 +157,8 @@ class RedisStorage:
         return await self._connection.transaction("commit", self._fence, if_ours, commands)
 
     def _commands(self, changes: Changes[bytes]) -> list[Command]:
-        """They may be run twice, and after those of a commit that has failed for all one knows."""
+        """The commands of a commit. They may run twice, and after those of a commit that only
+        seemed to fail."""
         journal: dict[str, bytes | int] = {}
         if changes.settings is not None:
             journal |= {"format": FORMAT, "settings": msgspec.json.encode(changes.settings)}
@@ -163,7 +167,7 @@ class RedisStorage:
         if changes.events:
             numbers = (1 + row[0] for row in changes.events)
             journal["next_number"] = max(self._next_number, *numbers)
-        # Named by a commit that has failed, and freed since.
+        # Payloads named by a failed commit and freed since.
         freed = [*(self._uncertain - set(changes.added.values())), *changes.freed]
         commands: list[Command] = [
             *self._set("journal", journal),
@@ -174,7 +178,8 @@ class RedisStorage:
         if freed:
             commands.append(("UNLINK", *freed))
         if changes.events:
-            # What the failed commits since then have written is written over: this has it too.
+            # Overwrite what failed commits since then may have written: these events include
+            # theirs.
             commands += self._set("events", {self._confirmed + 1: _pack(changes.events)})
         return commands
 
@@ -183,7 +188,7 @@ class RedisStorage:
         return [("HSET", self._namespace + name, *pairs)] if pairs else []
 
     def _require_ours(self, fence: bytes | None) -> None:
-        """Raise HandedOverError if the fence is not as this daemon left it."""
+        """Raise HandedOverError unless the fence is as this daemon left it."""
         term, number = read_fence(fence)
         if term != self._term or not self._confirmed <= number <= self._attempted:
             raise HandedOverError(
@@ -200,7 +205,7 @@ class RedisStorage:
 
 
 def read_fence(fence: bytes | None) -> tuple[str, int]:
-    """The term, and the number of its last commit."""
+    """The term in a fence, and the number of its last commit."""
     term, _, number = (fence or b":0").decode().partition(":")
     return term, int(number)
 
@@ -217,7 +222,7 @@ async def require_format(connection: RedisConnection, run: str) -> None:
 
 
 async def read_snapshot(url: str, run: str, *, deadline_s: float = 60.0) -> LedgerSnapshot:
-    """The totals of the run's ledger, blank where there is no run.
+    """The totals of the run's ledger; blank if there is no run.
 
     Raises:
         OtherReleaseError: another release has written the run.
@@ -243,7 +248,7 @@ async def read_events(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncI
 
 
 async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
-    """Delete every key of the run; returns how many there were."""
+    """Delete every key of the run; return how many there were."""
     cursor, num_keys = 0, 0
     async with connected(url, run, deadline_s) as connection:
         while True:
@@ -265,7 +270,7 @@ async def connected(url: str, run: str, deadline_s: float) -> AsyncIterator[Redi
 
 
 def _pages(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
-    """Of PAGE items at most."""
+    """Yield pages of at most PAGE items."""
     rest = iter(items)
     while page := tuple(islice(rest, PAGE)):
         yield page

@@ -1,11 +1,11 @@
-"""Which buffer daemon of a run serves it, and where: one at a time, others stand by.
+"""Decides which buffer daemon serves a run, and says where: one at a time; others stand by.
 
     daemon   its name, address and key, with an expiry of LEASE_S that it renews every RENEW_S
 
-Invariant: who takes over writes its name, which is new, as the term into the fence
-(`buffers.redis.journal_storage`) first, so what an earlier daemon still writes is refused, whatever
-it believes and whatever the server has lost. The expiry only decides how soon another one tries.
-`acquire` waits until no other daemon holds the run, and polls every POLL_S.
+Invariant: a daemon that takes over first writes its new, unique name as the term into the fence
+(`buffers.redis.journal_storage`). So writes of an earlier daemon are refused, whatever it believes
+and whatever the server has lost. The expiry only decides how soon another daemon tries. `acquire`
+waits until no other daemon holds the run, and polls every POLL_S.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Daemon(Struct, frozen=True):
 
 
 async def find_daemon(connection: RedisConnection, run: str) -> Daemon | None:
-    """The one that serves the run, or is about to; None if there is none."""
+    """The daemon that serves the run or is about to; None if there is none."""
     found = (await connection.call("find_daemon", ("GET", f"{namespace(run)}daemon")))[0]
     return msgspec.json.decode(found, type=Daemon) if found else None
 
@@ -54,7 +54,7 @@ async def require_usable(connection: RedisConnection, run: str) -> None:
 
 
 async def served_at(url: str, run: str, *, deadline_s: float) -> str | None:
-    """Where the run's daemon is; None if there is none."""
+    """The address of the run's daemon; None if there is none."""
     async with connected(url, run, deadline_s) as connection:
         daemon = await find_daemon(connection, run)
         return None if daemon is None else daemon.url or "an address that it has yet to choose"
@@ -68,7 +68,7 @@ class Leadership:
         self._daemon = Daemon(uuid.uuid4().hex)
 
     async def acquire(self) -> str:
-        """The term of this daemon from here on, as no other one has.
+        """Take the run over; return this daemon's new, unique term.
 
         Raises:
             ConfigError: see `require_usable`.
@@ -92,15 +92,16 @@ class Leadership:
         return term
 
     async def _bound_expiry(self) -> None:
-        """The server's clock may have been set back, or be that of another one after a failover:
-        then the entry of a daemon that is gone would stay for as long. One that serves renews it.
+        """Limit the entry's expiry to LEASE_MS. If the server's clock was set back, or a failover
+        brought another clock, the entry of a daemon that is gone would stay too long. A daemon that
+        serves renews it.
         """
         left_ms = (await self.connection.call("acquire", ("PTTL", self._key)))[0]
         if not 0 <= left_ms <= LEASE_MS:
             await self.connection.call("acquire", ("PEXPIRE", self._key, LEASE_MS))
 
     async def announce(self, url: str, key: str) -> None:
-        """Clients find the server here from now on. Waits for Redis, as `renew` does.
+        """Publish the server's address and key for clients. Waits for Redis, as `renew` does.
 
         Raises:
             HandedOverError: see `renew`.
@@ -114,25 +115,25 @@ class Leadership:
                 await asyncio.sleep(RENEW_S)
 
     async def renew(self) -> None:
-        """Runs until cancelled. Waits RENEW_S between two renewals. While Redis does not answer it
-        goes on trying: the fence tells whether another daemon has taken over.
+        """Renew this daemon's entry until cancelled, every RENEW_S. While Redis does not answer,
+        keep trying: the fence shows whether another daemon has taken over.
 
         Raises:
-            HandedOverError: this daemon's entry is gone, by its expiry or with all else.
+            HandedOverError: this daemon's entry has expired or is lost.
         """
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                # Works without memory, where SET would be refused.
+                # PEXPIRE works while memory is full; SET would be refused.
                 await self._if_ours("renew", ("PEXPIRE", self._key, LEASE_MS))
             except TransportError as error:
                 log.warning("%s", error)
 
     async def resign(self) -> None:
-        """Another daemon may take over at once.
+        """Remove this daemon's entry, so that another daemon may take over at once.
 
         Raises:
-            HandedOverError: another one has.
+            HandedOverError: another daemon has already taken over.
         """
         await self._if_ours("resign", ("DEL", self._key))
 
@@ -156,7 +157,7 @@ class Leadership:
 
 
 async def _with_room(call: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Its answer. While Redis is full, it is called again every FULL_S."""
+    """Return the call's answer. While Redis is full, repeat the call every FULL_S."""
     while True:
         try:
             return await call()

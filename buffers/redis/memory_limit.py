@@ -1,9 +1,9 @@
-"""Whether a payload still fits under Redis' `maxmemory`, checked before Redis refuses it.
+"""Checks whether a payload still fits under Redis' `maxmemory`, before Redis refuses it.
 
-Invariant: only payloads wait. The ledger's own few bytes a group come out of RESERVE_BYTES, so
-leases, heartbeats and acknowledgements, which free memory, work at any time. One reading is used
-for READING_S; what other clients put meanwhile is in the next reading, or makes Redis refuse the
-put, which then waits as well.
+Invariant: only payloads wait. The ledger's few bytes per group come out of RESERVE_BYTES, so
+leases, heartbeats and acknowledgements (which free memory) always work. A reading is used for
+READING_S. What other clients put meanwhile appears in the next reading, or makes Redis refuse the
+put, which then waits, too.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ RESERVE_BYTES = 2**20
 
 
 class RedisMemoryLimit:
-    """The memory of one server, as one client has read it."""
+    """The memory of one server, as last read by one client."""
 
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
@@ -27,7 +27,7 @@ class RedisMemoryLimit:
         self._read_at_s = float("-inf")
 
     async def admits(self, num_bytes: int) -> bool:
-        """Whether they fit; then they count as used until the next reading."""
+        """Whether so many bytes fit; if so, they count as used until the next reading."""
         if not await self._fits(num_bytes):
             return False
         self._used += num_bytes
@@ -62,7 +62,7 @@ class RedisMemoryLimit:
             )
 
     def full(self, num_bytes: int) -> BufferFullError:
-        """The error about a payload that does not fit; the next put reads the memory again."""
+        """The error about a payload that does not fit. The next check reads the memory again."""
         self._read_at_s = float("-inf")
         return BufferFullError(
             f"a group of {num_bytes / 1e6:.3g} MB does not fit into Redis at "

@@ -1,11 +1,12 @@
-"""Where the Redis of a run is: one server, the master that sentinels name, or a cluster's node.
+"""Finds the Redis server of a run: a single server, the master named by sentinels, or a cluster's
+node.
 
     redis://user:password@host:port/db          rediss:// the same over TLS
     redis+sentinel://user:password@host:port,host/service/db
     redis+cluster://user:password@host:port,host:port          rediss+cluster:// over TLS
 
-Invariant: all keys of a run have one slot, so one node of a cluster holds the run at a time. The
-nodes name it themselves (MOVED); when a node is lost, the next known one is asked. Nothing here
+Invariant: all keys of a run are in one slot, so one node of a cluster holds the run at a time. The
+nodes themselves name it (MOVED); if a node is lost, the next known one is asked. Nothing here
 waits.
 """
 
@@ -25,13 +26,14 @@ CLUSTER = "+cluster"
 
 
 def redacted(url: str) -> str:
-    """The URL without its password and its options, for people to read."""
+    """The URL without password and options, for people to read."""
     shown, password = url.partition("?")[0], urlsplit(url).password
     return shown if password is None else shown.replace(f":{password}@", ":***@", 1)
 
 
 def open_client(url: str) -> "Redis":
-    """A client that neither waits nor retries by itself; call it in the loop that will use it."""
+    """Make a client without time-outs and retries of its own; call this in the loop that will use
+    it."""
     options: dict[str, Any] = {
         "protocol": 2,
         "socket_timeout": None,
@@ -47,7 +49,8 @@ def open_client(url: str) -> "Redis":
 
 
 class RedisTopology:
-    """`client` is the one to send to; `holder` is one whose node is known to hold the run."""
+    """`client` is the client to send to; `holder` is a client whose node is known to hold the
+    run."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -76,7 +79,7 @@ class RedisTopology:
     def switch_node(self, lost: "Redis") -> None:
         """The node of `lost` does not answer: select the next node of the cluster.
 
-        Of several calls that fail with one node, only the first selects another.
+        If several calls fail with the same node, only the first selects another one.
         """
         if self._is_cluster and lost is self.client:
             nodes = list(dict.fromkeys((*self._seeds, *self._clients)))
@@ -105,12 +108,12 @@ class RedisTopology:
 
 
 def _hosts(url: str) -> list[str]:
-    """Each host, with its port if it has one."""
+    """The hosts of a URL, with their ports if given."""
     return urlsplit(url).netloc.rpartition("@")[2].split(",")
 
 
 def _sentinel_client(url: str, options: dict[str, Any]) -> "Redis":
-    """A client of the node that is the master when a connection is made."""
+    """A client that connects to whichever node is the master at that moment."""
     parts = urlsplit(url)
     addresses = [address.partition(":") for address in _hosts(url)]
     service, _, db = parts.path.strip("/").partition("/")
@@ -124,7 +127,7 @@ def _sentinel_client(url: str, options: dict[str, Any]) -> "Redis":
     asked = {**options, "socket_timeout": SENTINEL_S}
     sentinel = Sentinel(sentinels, sentinel_kwargs=asked)
     if parts.password:
-        # One that has a password has that of the servers; one that has none refuses any.
+        # A sentinel with a password has that of the servers; one without a password refuses any.
         sentinel.sentinels += Sentinel(sentinels, sentinel_kwargs={**asked, **user}).sentinels
     client: Redis = sentinel.master_for(service, db=int(db or 0), **user, **options)
     return client
