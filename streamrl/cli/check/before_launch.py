@@ -1,9 +1,10 @@
-"""The check before a launch, in a process of its own: what the user's files import is freed when it
+"""The check before a launch, in a separate process: what the user's files import is freed when it
 ends, and what they do to the process does not affect the launcher.
 
-Of the machine it looks at what can be said at once; `streamrl check` takes longer.
+It checks only what is quick to find about the machine; `streamrl check` takes longer.
 
-Linux forks it, so that it has the launcher's imports at once; elsewhere a fork may crash.
+On Linux the process is forked, so it has the launcher's imports at once; elsewhere a fork may
+crash.
 """
 
 import argparse
@@ -41,8 +42,8 @@ def require_startable(arguments: argparse.Namespace) -> None:
 
 
 def _run(file: str, overrides: Sequence[str]) -> tuple[int | None, str]:
-    """The check's exit code, and what it wrote to standard error. Waits for its end, then kills
-    what it has started; kills all of it if interrupted."""
+    """Run the check; return its exit code and what it wrote to standard error. Waits for its end,
+    then kills what it has started; if interrupted, kills the check, too."""
     if sys.platform == "linux":
         context = multiprocessing.get_context("fork")
     else:
@@ -66,7 +67,7 @@ def _run(file: str, overrides: Sequence[str]) -> tuple[int | None, str]:
 
 
 def _check(file: str, overrides: Sequence[str], errors: Path) -> None:
-    """In the check's own process, the leader of a process group."""
+    """Run the check in its own process, the leader of a process group."""
     os.setsid()
     with errors.open("wb") as output:
         os.dup2(output.fileno(), 2)

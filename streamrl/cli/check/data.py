@@ -76,9 +76,9 @@ def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]
 
 
 def _prompts(data: DataSettings, source: SourceSettings) -> Iterator[Prompt]:
-    """Each once, in the source's own order."""
+    """Each prompt of the source once, in the source's own order."""
     changes = {"source": (source,), "source_kwargs": {}, "shuffle": False, "curriculum": None}
-    # They have been checked before.
+    # The rows have been checked before.
     prompts = open_prompts(data.model_copy(update=changes), seed=0, are_checked=True)
     known = _size(prompts)
     size = _LARGEST_SCAN if known is None else known
@@ -87,7 +87,7 @@ def _prompts(data: DataSettings, source: SourceSettings) -> Iterator[Prompt]:
 
 
 def _key(prompt: Prompt) -> str:
-    """The same for prompts that differ only in case or blanks."""
+    """A key that is equal for prompts that differ only in case or white space."""
     text = prompt.content if isinstance(prompt.content, str) else repr(prompt.content)
     return " ".join(text.casefold().split())
 
@@ -294,7 +294,8 @@ def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
 
 
 def _check_taught(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
-    """Check that the prompt has a teacher, and what that would read."""
+    """Check that the prompt has a teacher, and that the teachers' template can be rendered for
+    it."""
     settings = config.algorithm.distillation
     if settings is None:
         return
@@ -422,14 +423,14 @@ def _check_lengths(
     elif template and (
         longest + num_turns * _around(template, data, num_tokens) > limit or may_refuse
     ):
-        # The longest, and the first, which shows the form of all.
+        # The longest prompts, and the first one, which shows the form of all.
         order = sorted(range(len(scanned)), key=lengths.__getitem__, reverse=True)
         _require_rendered(load, [scanned[0], *(scanned[i] for i in order[:_SCORED])])
 
 
 _AROUND, _SPECIAL = 256, 8
-"""Tokens that a chat template is assumed to put around a prompt if Jinja alone cannot tell, and
-those that it may also take from the tokenizer."""
+"""Tokens that a chat template is assumed to put around a prompt if Jinja alone cannot tell, and the
+number of tokens that it may also take from the tokenizer."""
 
 
 def _around(template: str, data: DataSettings, num_tokens: Callable[[str], int]) -> int:
@@ -447,10 +448,10 @@ def _around(template: str, data: DataSettings, num_tokens: Callable[[str], int])
 
 
 def _require_rendered(load: "LoadRenderer", prompts: Sequence[Prompt]) -> None:
-    """Encodes them as the generators do.
+    """Encode prompts as the generators do.
 
     Raises:
-        ConfigError: the chat template, or the tokenizer, refuses one.
+        ConfigError: the chat template or the tokenizer refuses one of them.
     """
     renderer = load()
     # A single prompt may fail in other ways: its group is dropped and counted.
@@ -462,7 +463,7 @@ def _require_rendered(load: "LoadRenderer", prompts: Sequence[Prompt]) -> None:
 
 
 def _template(config: RunConfig) -> str:
-    """The chat template of the run; "" where prompts are rendered without one."""
+    """The chat template of the run; "" if prompts are rendered without one."""
     match config.data.chat_template:
         case "none":
             return ""
@@ -495,7 +496,7 @@ def _texts(prompt: Prompt) -> list[str]:
 
 
 def _check_gym(data: DataSettings, name: str) -> Iterator[Finding]:
-    """Look at its files, since the package takes seconds to import."""
+    """Check a reasoning_gym source by the package's files, since it takes seconds to import."""
     if any(reward.reward == "task" and not reward.data_source for reward in data.all_rewards):
         yield from DATA.refusal(check_scorer, name)
     spec = find_spec("reasoning_gym")

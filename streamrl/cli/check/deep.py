@@ -1,7 +1,6 @@
-"""`streamrl check --deep`: one group, sampled and scored as a generator does it, for a person to
-read.
+"""`streamrl check --deep`: samples and scores one group as a generator does, for a person to read.
 
-Invariant: what was sampled is printed also if it could not be scored.
+Invariant: what was sampled is printed even if it could not be scored.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ _TRIED = 32
 
 @dataclass
 class RecordingReward:
-    """A reward that keeps the episodes that it was given."""
+    """A reward that remembers the episodes it was given."""
 
     reward: Reward
     episodes: Sequence[Episode] = ()
@@ -69,7 +68,7 @@ def sample_one_group(config: RunConfig) -> int:
 
 
 async def _sample(config: RunConfig) -> None:
-    """Waits for the engine, the environment and the reward."""
+    """Sample and score a group. Waits for the engine, the environment and the reward."""
     prepare(config)
     renderer = ChatRenderer.from_config(config)
     stream = open_stream(config, renderer)
@@ -113,7 +112,7 @@ def _first_that_fits(mixed: MixedRunner) -> int:
 
 
 def _of_group(group: TrajectoryGroup, renderer: ChatRenderer) -> Iterator[str]:
-    """Of an episode of several turns, all that follows the prompt."""
+    """The lines about a group; for an episode of several turns, everything after the prompt."""
     rewards = [trajectory.reward for trajectory in group.trajectories]
     for number, trajectory in enumerate(group.trajectories, 1):
         first = int(trajectory.response_mask.argmax())

@@ -1,8 +1,8 @@
-"""Checks this machine: what the kernel says about it, whether its limits and disk leave room for a
-run, and how well it isolates programs that a model wrote.
+"""Checks this machine: what the kernel reports about it, whether its limits and disk leave room for
+a run, and how well it can isolate programs that a model wrote.
 
-Invariant: facts are read only from the kernel's files, never from anything that can hang; reading
-never fails, and what this kernel does not say is None, 0 or empty. A check is a function of these
+Invariant: facts are read only from the kernel's files, never from anything that can hang. Reading
+never fails; what this kernel does not report is None, 0 or empty. A check is a function of these
 facts.
 """
 
@@ -30,8 +30,9 @@ _BFLOAT16_FLAGS = frozenset({"avx512bw", "bf16"})
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about a machine. `cores` are visible to this process, `cpu_quota` is its control
-    group's, in cores; limits are this process's, None for no limit. Sizes are in bytes."""
+    """Facts about a machine. `cores` is the number visible to this process, and `cpu_quota` its
+    control group's quota, in cores; limits are this process's, None for no limit. Sizes are in
+    bytes."""
 
     system: str = "Linux"
     cores: int = 1
@@ -62,7 +63,7 @@ class Machine:
 
 
 def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None = None) -> Machine:
-    """Read the facts; `root` is where the kernel's files are, for tests."""
+    """Read the facts; tests set `root`, the folder of the kernel's files."""
     shm, shm_free = _sizes(root / "dev/shm")
     memory = _field(root / "proc/meminfo", "MemTotal").split()[:1]
     memory_limit = _number(root / "sys/fs/cgroup/memory.max")
@@ -99,7 +100,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, *names: str) -> str:
-    """The value of the first line of one of these names; "" without one."""
+    """The value of the first line with one of these names; "" without one."""
     for line in _text(path).splitlines():
         name, _, value = line.partition(":")
         if name.strip() in names:
@@ -108,7 +109,7 @@ def _field(path: Path, *names: str) -> str:
 
 
 def _sizes(folder: Path) -> tuple[int, int]:
-    """All bytes of its disk and the free ones."""
+    """Total and free bytes of the folder's disk."""
     try:
         found = shutil.disk_usage(folder)
     except OSError:
@@ -122,7 +123,7 @@ def _limit(limit: int, place: int) -> int | None:
 
 
 def _is_clock_synchronized() -> bool | None:
-    """What the kernel knows of it, from adjtimex(2), which changes nothing with no mode."""
+    """What the kernel knows about it, from adjtimex(2), which changes nothing without a mode."""
     try:
         adjtimex = ctypes.CDLL(None).adjtimex
     except (OSError, AttributeError):
@@ -205,7 +206,7 @@ def _of_memory(machine: Machine) -> Finding:
 
 
 def _of_cores(machine: Machine) -> Finding:
-    """Libraries choose their threads by the number of cores, in which a quota does not show."""
+    """Libraries choose their number of threads by the cores, which do not reflect a quota."""
     cores, quota = machine.cores, machine.cpu_quota
     if quota is not None and quota < cores:
         return MACHINE.warning(
@@ -218,7 +219,7 @@ def _of_cores(machine: Machine) -> Finding:
 
 
 def _of_threads(machine: Machine) -> Finding:
-    """`streamrl launch` shares the cores out where nothing is set; a value set is kept."""
+    """`streamrl launch` divides the cores unless a value is set, which is kept."""
     values = {name: v for name in _THREADS if (v := machine.environment.get(name))}
     shown = ", ".join(f"{name}={value}" for name, value in values.items())
     many = [name for name, v in values.items() if v.isdigit() and int(v) > machine.cores]
@@ -256,7 +257,8 @@ CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
 
 
 def check_machine(machine: Machine, *, is_alone: bool = False) -> Iterator[Finding]:
-    """`is_alone`: all of a run is here, so that its times come from one clock."""
+    """Yield the findings. `is_alone`: the whole run is on this machine, so its times come from one
+    clock."""
     for cause, check in CHECKS.items():
         if not (is_alone and cause == "clock"):
             yield replace(check(machine), cause=cause)
@@ -301,7 +303,7 @@ def read_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk
 
 
 def check_disk(disk: Disk, *, has_journal: bool = True) -> Iterator[Finding]:
-    """`has_journal`: the buffer keeps one in the folder."""
+    """Check the disk. `has_journal`: the buffer keeps a journal in the folder."""
     room, cause = f"{disk.folder} has {disk.free / 2**30:.3g} GiB free", "disk"
     remedy = "free some, or set run.folder to another disk"
     if disk.free < _FEW_BYTES:
@@ -346,7 +348,8 @@ _REMEDY = (
 
 
 def check_isolation(lacks: Mapping[Isolation, str]) -> Iterator[Finding]:
-    """`lacks`: what the machine lacks for each, see `why_not`."""
+    """Check the isolation of programs. `lacks`: what the machine lacks for each kind, see
+    `why_not`."""
     reasons = "; ".join(f"{kind}: {reason}" for kind, reason in lacks.items() if reason)
     programs, cause = "programs that a model wrote", "sandbox"
     if not lacks["namespaces"]:

@@ -1,4 +1,4 @@
-"""Checks that the model and its tokenizer are there, belong together, and fit the settings."""
+"""Checks that the model and its tokenizer exist, belong together, and fit the settings."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check_model(config: RunConfig) -> Iterator[Finding]:
-    """A model that `model.recipe` describes is made when it is missing."""
+    """Check the model; a missing one that `model.recipe` describes will be made."""
     path, recipe = config.model.path, config.model.missing
     if recipe is not None:
         if recipe.hidden_size % recipe.num_heads:
@@ -191,7 +191,8 @@ def _check_limits(config: RunConfig, facts: limits.Facts) -> Iterator[Finding]:
 
 
 def _check_layers(config: RunConfig, facts: limits.Facts, family: object) -> Iterator[Finding]:
-    """Whether they can be compiled, or have Liger's kernels; of a family that is known."""
+    """Check that the layers of a known family can be compiled or have Liger's kernels, if asked
+    for."""
     learner = config.learner
     if family and learner.compile is True:
         has_state = limits.carries_state({**facts, "model_type": family})
@@ -202,7 +203,8 @@ def _check_layers(config: RunConfig, facts: limits.Facts, family: object) -> Ite
 
 
 def _check_names(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
-    """Only warnings: transformers may use other names than the files."""
+    """Check names of parameters; only with warnings, since transformers may use names other than
+    the files'."""
     learner, names = config.learner, folder.shapes.keys()
     if learner.lora is not None:
         yield from _check_targets(learner.lora.targets, folder)
@@ -215,8 +217,8 @@ def _check_names(config: RunConfig, folder: ModelFolder) -> Iterator[Finding]:
 
 
 def _check_targets(targets: str | tuple[str, ...], folder: ModelFolder) -> Iterator[Finding]:
-    """In transformers a layer's experts are one tensor, while files have their matrices one by
-    one."""
+    """Check LoRA's targets. In transformers a layer's experts are one tensor, while files have
+    separate matrices."""
     experts = {_layer(name) for name in folder.shapes if ".experts." in name}
     matrices = {name for name, shape in folder.shapes.items() if len(shape) == 2}
     layers = {_layer(name) for name in matrices if ".experts." not in name}

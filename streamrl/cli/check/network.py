@@ -1,5 +1,5 @@
-"""Checks that addresses can be listened at, keys be read and servers be reached, and that a run's
-Redis keeps what it is given. Waits ANSWER_S for a connection, REDIS_S for an answer of Redis.
+"""Checks that the run can listen at its addresses, read its keys and reach its servers, and that
+its Redis keeps what it is given. Waits ANSWER_S for a connection, REDIS_S for an answer of Redis.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ _REDIS_PORTS = {"redis+sentinel": 26379}
 
 
 def check_addresses(config: RunConfig) -> Iterator[Finding]:
-    """Check the addresses where buffer and learner listen; those on other machines are checked
-    there."""
+    """Check the addresses at which the run's processes listen here; those on other machines are
+    checked there."""
     url, address = config.buffer.url, config.weights.address
     if config.buffer.binds_url:
         yield from check_listening("buffer.url", url)

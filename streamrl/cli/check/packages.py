@@ -1,9 +1,10 @@
-"""The installed packages, those that a configuration asks for, and what torch says of this machine.
+"""Checks the installed packages, those that a configuration needs, and what torch finds on this
+machine.
 
-The ranges are those of StreamRL's own metadata; what the tests run on is in `TESTED`.
+Version ranges come from StreamRL's own metadata; `TESTED` has the versions that the tests run on.
 
-Invariant: none of them is imported here. torch is asked in a separate process, which may be slow or
-crash; this waits at most ANSWER_S for it.
+Invariant: none of these packages is imported here. A separate process asks torch, since that may be
+slow or crash; it gets at most ANSWER_S.
 """
 
 import os
@@ -73,8 +74,7 @@ def installed_version(name: str) -> str | None:
 def check_packages(
     needed: list[NeededPackage], version_of: Callable[[str], str | None] = installed_version
 ) -> Iterator[Finding]:
-    """Check the packages that are always needed, and of the rest those that are installed or always
-    shown."""
+    """Check the packages that are always needed, and those optional ones that are always shown."""
     for package in needed:
         found = version_of(package.name)
         if not package.extra or (package.name in _SHOWN and package.extra != "dev"):
@@ -138,7 +138,7 @@ print(json.dumps({
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """`peers` are other GPUs whose memory it can read."""
+    """`peers` is the number of other GPUs whose memory it can read."""
 
     name: str
     memory: int = 0
@@ -147,7 +147,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class TorchFacts(msgspec.Struct, frozen=True):
-    """`cuda` and `hip` are the versions that the build is for; `error` is of a first kernel."""
+    """`cuda` and `hip` are the versions that the build is for; `error` is that of a first kernel,
+    if it failed."""
 
     version: str
     cuda: str | None = None
@@ -159,14 +160,14 @@ class TorchFacts(msgspec.Struct, frozen=True):
 
 
 def ask_torch(script: str = SCRIPT, answer_s: float = ANSWER_S) -> TorchFacts | str:
-    """The facts, or why there are none."""
+    """Ask torch in a separate process: the facts, or why there are none."""
     command = [sys.executable, "-c", script]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=answer_s)
     except subprocess.TimeoutExpired:
         return f"it has not been imported within {answer_s:g} s"
     except OSError as error:
-        # The machine may have no processes or memory left, which is one thing this looks for.
+        # The machine may have no processes or memory left, which is one of the things to find out.
         return str(error)
     try:
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchFacts)

@@ -1,8 +1,8 @@
 """Checks for deadlines shorter than what they wait for, sizes that do not fit together and
-unwritable folders, and that the processes get the devices that they need and fit into memory.
+unwritable folders, and whether processes get the devices that they need and fit into memory.
 
-Invariant: only what cannot work is refused. There is one plan and one model of its memory
-(`streamrl.placement`), which refuses a launch in the same words.
+Invariant: only what cannot work is refused. The plan and its memory model are those of
+`streamrl.placement`, which refuse a launch in the same words.
 
 A warning means that something can work but often will not, such as groups that may not fit, or
 short leases.
@@ -35,7 +35,7 @@ def check_sizes(config: RunConfig) -> Iterator[Finding]:
     folder = local_folder("model.path", config.model.path)
     of_experts = expert_bytes({} if folder is None else folder.config)
     num_kept = config.generator.top_k
-    # Three for an id, as vocabularies of more than 65,536 tokens take; none has 2**24.
+    # Three bytes for an id, as for vocabularies of more than 65,536 tokens; none has 2**24.
     largest = config.group_bytes(longest, num_kept=num_kept, id_bytes=3, expert_bytes=of_experts)
     if largest > buffer.max_group_bytes:
         fitting = buffer.max_group_bytes * longest // largest
@@ -54,7 +54,8 @@ def check_sizes(config: RunConfig) -> Iterator[Finding]:
 
 
 def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
-    """Of several turns; those of one turn are bounded by the prompt and one completion."""
+    """Warn about lengths of trajectories of several turns; those of one turn are bounded by the
+    prompt and one completion."""
     limit = config.learner.max_tokens_per_micro_batch
     environments = sorted({entry.environment for entry in config.entries} - {"single_turn"})
     if environments and config.generator.max_model_len is None:
@@ -72,7 +73,7 @@ def _long_trajectories(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_engine_device(config: RunConfig) -> Iterator[Finding]:
-    """vLLM and SGLang take the GPUs that they find; a single one, if the setting names it."""
+    """vLLM and SGLang take the GPUs that they find, or a single GPU that the setting names."""
     generator = config.generator
     if generator.engine == "hf" or generator.vllm.url:
         return
@@ -102,7 +103,7 @@ def check_deadlines(config: RunConfig) -> Iterator[Finding]:
     start_s = generator.served.start_timeout_s if generator.starts_server else None
     rank_s = config.learner.rank_deadline_s if config.learner.num_ranks > 1 else None
     for name, given, needed, what in (
-        # Each of two hops may take half of it.
+        # Each of two hops may take half of the deadline.
         ("weights.deadline_s", weights_s, 4 * ANSWER_S, "the answers of two generators take"),
         ("buffer.deadline_s", config.buffer.deadline_s, ANSWER_S, "an answer of the buffer takes"),
         ("generator.group_deadline_s", group_s, ANSWER_S, episode),

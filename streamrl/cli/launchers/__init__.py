@@ -1,9 +1,9 @@
-"""Who starts the processes of a plan elsewhere; on this machine it is `streamrl.cli.launch`.
+"""Launchers, which start the processes of a plan elsewhere; `streamrl.cli.launch` starts them on
+this machine.
 
-Invariant: a launcher is a line of LAUNCHERS, imported only when it is chosen. It is given the
-configuration and the arguments of `streamrl launch`, makes the plan (`streamrl.placement`), starts
-its commands as they stand (with `--dry-run` it prints what it would start), and returns the exit
-code.
+Invariant: a launcher is an entry of LAUNCHERS, imported only when chosen. It gets the configuration
+and the arguments of `streamrl launch`, makes the plan (`streamrl.placement`), starts its commands
+unchanged (with `--dry-run` it prints what it would start), and returns the exit code.
 """
 
 import argparse
@@ -21,16 +21,17 @@ LAUNCHERS: Mapping[str, str] = {
     "ray": "streamrl.cli.launchers.ray.launch",
     "slurm": "streamrl.cli.launchers.slurm",
 }
-"""The module of each, by its option; its function is `launch`."""
+"""The module of each launcher, by its option; it has a function `launch`."""
 
 
 def chosen(arguments: argparse.Namespace) -> str:
-    """The name in LAUNCHERS that an option gives, "" for this machine."""
+    """The launcher's name in LAUNCHERS that an option chose; "" for this machine."""
     return next((name for name in LAUNCHERS if getattr(arguments, name, None)), "")
 
 
 def options_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Those that chose it, such as ("--ray", ADDRESS), to be typed again."""
+    """The options that chose the launcher, such as ("--ray", ADDRESS), for a command to type
+    again."""
     name = chosen(arguments)
     given = getattr(arguments, name, None)
     address = (given,) if isinstance(given, str) and given != "auto" else ()
@@ -38,7 +39,7 @@ def options_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def launcher(name: str) -> Launcher:
-    """Raise ConfigError if its package is not installed."""
+    """The launcher of this name. Raises ConfigError if its package is not installed."""
     if name == "ray":
         require("--ray:", "ray")
     found: Launcher = importlib.import_module(LAUNCHERS[name]).launch

@@ -1,17 +1,16 @@
-"""`streamrl launch FILE --slurm`: a run within a job of Slurm or an allocation, on its nodes, by
-steps that this process starts and watches.
+"""`streamrl launch FILE --slurm`: a run on the nodes of a Slurm job or allocation, in steps that
+this process starts and watches.
 
-    SIGUSR1  Slurm's warning before the time limit: stop in order, save, and wait in the queue again
-    SIGINT   stop in order and save
-    SIGTERM  Slurm ends the job, and has told every step
+    SIGUSR1  Slurm's warning before the time limit: stop in order, save, and requeue the job SIGINT
+    stop in order and save SIGTERM  Slurm ends the job, and has signaled every step
 
-srun ends its step without grace when it is signaled itself, so signals go through Slurm to the step
-(scancel). When Slurm ends the whole job (scancel, preemption, the time limit, a requeue), every
-step gets SIGTERM from Slurm; a second signal would end the daemons at once, so none is sent then.
+srun kills its step if it is signaled itself, so signals go to the step through Slurm (scancel). If
+Slurm ends the whole job (scancel, preemption, the time limit, a requeue), every step gets SIGTERM
+from Slurm; no second signal is sent then, since it would end the daemons at once.
 
-Invariant: nothing outlives the job; what runs in it are steps. A step is one process of the plan;
-what it prints goes to logs/NAME.log in the run's folder, written on its node. Every node is asked
-within a step as those of the run, so its GPUs are those that a step sees.
+Invariant: nothing outlives the job, since everything runs in steps. A step is one process of the
+plan; its output goes to logs/NAME.log in the run's folder, written on its node. Nodes report their
+GPUs from within a step, so they report the GPUs that a step of the run sees.
 """
 
 import argparse
@@ -61,12 +60,12 @@ from streamrl.placement.hosts import this_machine
 from streamrl.placement.make_plan import make_plan
 from streamrl.placement.plan import Host, Plan, PlannedProcess, without_chosen
 
-# A node that has failed may hold the run's lock until the file server's lease of it ends.
+# A failed node may hold the run's lock until its lease at the file server ends.
 _LOST_LOCK_S = 180.0
 
 
 class _Requeue:
-    """Whether SIGUSR1 has come; it then stops the run as SIGINT does."""
+    """Notes whether SIGUSR1 has come, and then stops the run as SIGINT does."""
 
     def __init__(self) -> None:
         self.is_wanted = False
@@ -78,8 +77,8 @@ class _Requeue:
 
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Exit code of the run; with `--dry-run`, of making the plan. Raises ConfigError if this is no
-    job of Slurm."""
+    """Run the job's part of a launch; return the exit code of the run (with `--dry-run`, of making
+    the plan). Raises ConfigError outside a Slurm job."""
     job = _job()
     if job is None:
         raise ConfigError(
@@ -119,14 +118,14 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _job() -> str | None:
-    """The job's id, as Slurm's commands take it. One task of an array has the id of the array, by
-    which they would mean every task: it is named by both."""
+    """The job's id, as Slurm's commands take it. One task of an array has the array's own id, which
+    would mean every task to the commands; it is named ARRAY_TASK instead."""
     job, array = os.environ.get(JOB_VARIABLE), os.environ.get("SLURM_ARRAY_JOB_ID")
     return job if job is None or job != array else f"{job}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
 
 def _run(plan: Plan, arguments: argparse.Namespace, console: Console, job: str) -> None:
-    """Raises as `supervise` does."""
+    """Run the plan's processes and the final evaluation. Raises as `supervise` does."""
     config = plan.config
     require_books(config, resume=arguments.resume, new=arguments.new)
     make_missing_model(config, console)
@@ -159,7 +158,7 @@ def _children(plan: Plan, view: ProgressView, job: str) -> "list[StepChild]":
     return make_children(StepChild, plan, view.print, own)
 
 
-# All cores, memory and GPUs of the node that the job has, shared by its steps.
+# Steps share all of the job's cores, memory and GPUs on a node.
 ON_NODES = ("--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")
 # The parent is Slurm's step daemon.
 _SCRIPT = (
@@ -171,7 +170,8 @@ _GONE = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
 
 @dataclass(kw_only=True)
 class StepChild(RemoteChild):
-    """A node that has failed ends the child, and not the run, if it `may_be_lost`."""
+    """A child that runs as a step. If its node fails, the child ends; the run continues if it
+    `may_be_lost`."""
 
     node: str
     job: str
@@ -196,7 +196,7 @@ class StepChild(RemoteChild):
 
     async def _signal(self, name: str) -> None:
         if name != "KILL":
-            # Otherwise Slurm has told every step to end.
+            # Otherwise Slurm has already told every step to end.
             state = await _output("squeue", "--noheader", f"--jobs={self.job}", "-o", "%T")
             if state.strip() != "RUNNING":
                 return
@@ -206,7 +206,7 @@ class StepChild(RemoteChild):
         for line in steps.splitlines():
             step, _, step_name = line.strip().partition(" ")
             if step_name.strip() == self.role:
-                # A node that has failed answers nothing.
+                # A failed node does not answer.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(_output("scancel", f"--signal={name}", step), CANCEL_S)
         if name == "KILL" and self.process is not None:
@@ -214,7 +214,7 @@ class StepChild(RemoteChild):
                 self.process.kill()
 
     async def _run(self) -> tuple[int, ErrorRecord | None]:
-        """Exit code and record of a step that is started here. Waits for its end."""
+        """Start the step; return its exit code and record. Waits for its end."""
         record = self.log_file.with_name(f".{self.role}.error")
         record.unlink(missing_ok=True)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +225,7 @@ class StepChild(RemoteChild):
             ),
             stdin=DEVNULL,
             start_new_session=True,
-            # This process's, which srun hands on; the commands of this Python are found first.
+            # srun passes this environment on; PATH finds the commands of this Python first.
             env={**os.environ, "PATH": path, ERROR_FILE_VARIABLE: str(record.resolve())},
         )
         self.budget.on_start()
@@ -237,8 +237,8 @@ class StepChild(RemoteChild):
         return (128 - code if code > 128 else code), read_record(record)
 
     async def _wait(self, process: Process) -> int:
-        """Exit code of srun, which goes on when its node does not. Waits for its end; asks Slurm
-        about the node every NODE_CHECK_S."""
+        """Return the exit code of srun. Waits for its end; since srun continues even if its node
+        has failed, asks Slurm about the node every NODE_CHECK_S."""
         ending = asyncio.create_task(process.wait())
         while not (await asyncio.wait({ending}, timeout=NODE_CHECK_S))[0]:
             if await self._node_is_gone():
@@ -260,8 +260,8 @@ class StepChild(RemoteChild):
 def step_command(
     name: str, node: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path
 ) -> Sequence[str]:
-    """What starts the step, with its variables set on the node: Slurm sets CUDA_VISIBLE_DEVICES
-    itself."""
+    """The command that starts a step. Variables are set on the node, since Slurm itself sets
+    CUDA_VISIBLE_DEVICES."""
     place = ("--nodes=1", "--ntasks=1", f"--nodelist={node}", f"--job-name={name}", *ON_NODES)
     script = ("sh", "-c", _SCRIPT, name, str(log_file))
     planned = without_chosen(environment, os.environ)
@@ -270,20 +270,21 @@ def step_command(
 
 
 async def _output(*command: str) -> str:
-    """Standard output of one of Slurm's commands, "" if it fails. Waits for it."""
+    """Standard output of one of Slurm's commands; "" if it prints nothing. Waits for its end."""
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
     return (await process.communicate())[0].decode()
 
 
 def hosts_of_job() -> tuple[Host, ...]:
-    """In Slurm's order; the first one is where the launcher runs. Waits for all of them.
+    """The job's hosts in Slurm's order; the launcher runs on the first one. Waits for all to
+    answer.
 
     Raises:
         ConfigError: there is no Slurm here.
         StreamRLError: Slurm does not answer, or a node does not.
     """
     names = _said("scontrol", "show", "hostnames").split()
-    # What this module prints on each node.
+    # Run this module on each node; see `main`.
     step = ["srun", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1"]
     said = _said(*step, *ON_NODES, sys.executable, "-P", "-m", __name__)
     answers = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
@@ -304,13 +305,13 @@ def _said(*command: str) -> str:
 
 
 def main() -> None:
-    """On a node: its name, its address, and what it has, as a line of JSON."""
+    """On a node: print its name, address and hardware as a line of JSON."""
     name = os.environ["SLURMD_NODENAME"]
     address = _address(name)
     others = [other for other in _said("scontrol", "show", "hostnames").split() if other != name]
     if others and is_loopback(f"tcp://{url_host(address)}:0"):
-        # A machine may know itself by its loopback address alone, as Debian's do: the job's other
-        # nodes reach it at the one on the route to them.
+        # A machine may resolve its own name to a loopback address, as on Debian. The other nodes
+        # reach it at the address on the route to them.
         address = address_towards(_address(others[0]))
     print(json.dumps(asdict(this_machine(name, address))), flush=True)
 

@@ -1,1 +1,1 @@
-"""The child processes of a launch: started, watched, started again, ended."""
+"""The child processes of a launch: starts, watches, restarts and ends them."""

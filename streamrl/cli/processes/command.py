@@ -1,4 +1,5 @@
-"""Commands of `streamrl` in processes of their own: what they import is freed when they end."""
+"""Runs commands of `streamrl` in separate processes, so that what they import is freed when they
+end."""
 
 import asyncio
 import os
@@ -24,13 +25,13 @@ T = TypeVar("T")
 
 
 def call(*arguments: str, fork_server: ForkServer | None = None) -> str:
-    """Run `streamrl` with these arguments; its standard output.
+    """Run `streamrl` with these arguments; return its standard output.
 
     Waits as long as the command runs; its messages go to standard error. A signal that ends this
     process ends the command, too.
 
     Raises:
-        StreamRLError: it failed; with the kind and message of the command's error.
+        StreamRLError: it failed; class and message are those of the command's error.
     """
     with signals_raise(), ErrorPipe() as pipe, tempfile.TemporaryFile("w+") as output:
         to = Descriptors(output.fileno(), _STANDARD_ERROR, pipe.descriptor)
@@ -51,8 +52,8 @@ async def _run(
     to: Descriptors,
     fork_server: ForkServer | None,
 ) -> int:
-    """The exit code. If cancelled, it ends the process and those that it started: killed after
-    GRACE_PERIOD_S, or at once if cancelled again."""
+    """Run a command and return its exit code. If cancelled, end the process and those that it
+    started; kill them after GRACE_PERIOD_S, or at once if cancelled again."""
     process = await start(command, environment, to, fork_server, asyncio.Event())
     assert process is not None, "nobody stops it"
     try:
@@ -100,7 +101,8 @@ def _interrupt(number: int, _: FrameType | None) -> None:
 
 
 def hear(number: signal.Signals) -> None:
-    """Do not write to a terminal that has gone: that would fail."""
+    """Note a signal: after SIGHUP, do not write to a terminal that is gone, since that would
+    fail."""
     for output in (1, 2) if number is signal.SIGHUP else ():
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
@@ -110,8 +112,8 @@ def hear(number: signal.Signals) -> None:
 
 @contextmanager
 def on_orders(react: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Call `react` in the running loop at each order to end. After the block signals do what they
-    did before, except SIGHUP if it came: a second one may come late, and ends nothing."""
+    """Call `react` in the running loop at each order to end. After the block signals have their
+    former effect, except SIGHUP if it came: a second one may come late, and is ignored."""
     loop, orders = asyncio.get_running_loop(), Orders()
     heard: set[signal.Signals] = set()
 
@@ -134,7 +136,7 @@ def on_orders(react: Callable[[signal.Signals], object]) -> Iterator[None]:
 
 
 async def unless_signaled(work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. If a signal comes first, cancels the work and raises Interrupted."""
+    """Return the work's result. If a signal comes first, cancel the work and raise Interrupted."""
     task = asyncio.ensure_future(work)
     signaled: list[signal.Signals] = []
 

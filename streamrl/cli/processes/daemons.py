@@ -1,7 +1,7 @@
-"""The daemons of a run: starts and watches them, and stops them in order.
+"""Starts and watches the daemons of a run, and stops them in order.
 
-Invariant: the daemons are those of the plan, each a command that a person could type; the launcher
-starts them and reads the run folder, and takes no other part.
+Invariant: the daemons are those of the plan, each a command that a person could type. The launcher
+only starts them and reads the run folder.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 GRACE_PERIOD_S = 15.0
-"""Time for processes to end by themselves after the learner has."""
+"""Time for processes to end by themselves after the learner has ended."""
 # Seconds before the end of `stop_within_s` at which the others, then the buffer, are killed; the
 # rest is for reporting.
 _OTHERS_S, _BUFFER_S = 6.0, 4.0
@@ -111,7 +111,7 @@ def _say_failure(view: "asyncio.Future[None]") -> None:
 
 
 def _failure(watched: "Sequence[asyncio.Future[Any]]") -> BaseException | None:
-    """The first failure. Reads all of them, since asyncio reports an unread one."""
+    """The first failure. Reads all of them, since asyncio reports unread ones."""
     ended = [task for task in watched if task.done() and not task.cancelled()]
     return next(iter([error for task in ended if (error := task.exception())]), None)
 
@@ -162,7 +162,7 @@ async def _stop_in_order(
 @dataclass(kw_only=True)
 class RemoteChild(Child, ABC):
     """A child that runs elsewhere: on a node, or as a step of a job. The parts of one learner run
-    together: when one fails, its `companions`, the other parts, are started again, too."""
+    together: when one fails, the other parts, its `companions`, are restarted, too."""
 
     companions: "Sequence[RemoteChild]" = ()
     is_ended_by_companion: bool = False
@@ -174,8 +174,8 @@ class RemoteChild(Child, ABC):
         """Have the process killed."""
 
     async def _on_end(self, code: int) -> None:
-        """End the other parts, if this process failed by itself. If it lost another part, first
-        waits up to REASON_S for that one to end, which may say why."""
+        """End the other parts, if this process failed by itself. If it failed because it lost
+        another part, first wait up to REASON_S for that part to end, since it may say why."""
         self.has_ended.set()
         self.has_ended.clear()
         has_failed = code != 0 and not self.is_ended_by_companion and not self.is_strict

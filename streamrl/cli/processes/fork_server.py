@@ -7,9 +7,9 @@ Invariant: a forked command is like an executed one: a child of the launcher, wi
 arguments, environment, output, session and exit code. Without a server, or after it failed,
 commands are executed. On a machine with GPUs there is none: a fork may break their drivers.
 
-The server waits for a request or for the end of the launcher, which ends it. It forks twice: the
-first fork ends, so that the launcher, a reaper of orphans for that moment, has the second one as
-its child. Imported by the launcher, and run with `python -m` as the server.
+The server waits for requests, and ends when the launcher ends. It forks twice: the first fork ends
+at once, so that the second becomes a child of the launcher, which adopts orphans for that moment.
+The launcher imports this module; `python -m` of it is the server.
 """
 
 import argparse
@@ -38,13 +38,14 @@ from streamrl.errors import PARENT_VARIABLE
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MAX_BYTES = 2**17
 _SHARED = ("buffer", "generator", "validator")
-"""Commands whose imports the server makes. What another one needs beyond them it imports itself:
-the learner while the generators load the model."""
+"""Commands whose imports the server makes. Other commands import the rest themselves; the learner
+does so while the generators load the model."""
 _CHOSEN = ("actors.engines.hf.engine", "actors.prompts.fitting", "buffers.zmq.client")
 """What they import for the settings that a machine without GPUs mostly has."""
 _POLL_S = 0.0005
 _ROOM = 4000
-"""Bytes of arguments, over which a forked process writes its own, for those who look at it."""
+"""Bytes of padding arguments, which a forked process overwrites with its own command line, for
+`ps`."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -54,7 +55,7 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class Descriptors(NamedTuple):
-    """What a command writes to; `record` is that of an `ErrorPipe`."""
+    """What a command writes to; `record` belongs to an `ErrorPipe`."""
 
     output: int
     errors: int
@@ -62,7 +63,7 @@ class Descriptors(NamedTuple):
 
 
 class ForkedProcess:
-    """A child of this process, with what is used of `asyncio.subprocess.Process`."""
+    """A child of this process, with the used part of `asyncio.subprocess.Process`'s interface."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -78,7 +79,8 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Its exit code, -N where signal N has ended it. Waits for its end, for as many as ask."""
+        """Wait for its end; return its exit code, -N if signal N ended it. Several tasks may
+        wait."""
         if self._ending is None:
             self._ending = asyncio.create_task(_readable(self._descriptor))
         await asyncio.shield(self._ending)
@@ -93,10 +95,11 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The launcher's side: `fork` starts a command, `close` ends the server, not its commands."""
+    """The launcher's side: `fork` starts a command; `close` ends the server, but not its
+    commands."""
 
     def __init__(self) -> None:
-        """Begin to import the daemons. Waits for nothing."""
+        """Start the server, which begins to import the daemons. Does not wait."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._turn = asyncio.Lock()
         modules = [*(COMMANDS[role].entry.partition(":")[0] for role in _SHARED), *_CHOSEN]
@@ -154,14 +157,14 @@ class ForkServer:
             os.close(answer)
 
     def close(self) -> None:
-        """May be called again without effect."""
+        """End the server. Further calls have no effect."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """`streamrl launch`: imports, checks and plans while the server imports."""
+    """Run `streamrl launch`: import, check and plan while the server imports."""
     with forking() as fork_server:
         code: int = import_command("streamrl.cli.launch").main(arguments, fork_server)
         return code
@@ -169,7 +172,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def forking() -> Iterator[ForkServer | None]:
-    """A server for the block; None on a system that lacks what it needs."""
+    """A server during the block; None on a system that lacks what it needs."""
     if not _can_fork():
         yield None
         return
@@ -225,7 +228,7 @@ async def _readable(descriptor: int) -> None:
 
 @contextmanager
 def _reaper_of_orphans() -> Iterator[None]:
-    """Within the block, orphaned descendants become children of this process instead of process
+    """During the block, orphaned descendants become children of this process instead of process
     1."""
     prctl = CDLL(None).prctl
     prctl(c_int(_PR_SET_CHILD_SUBREAPER), 1)
@@ -236,8 +239,8 @@ def _reaper_of_orphans() -> Iterator[None]:
 
 
 def _serve(connection: socket.socket) -> tuple[_Request, list[int]]:
-    """Serve. Never returns in the server; returns its request and descriptors in each forked
-    process."""
+    """Serve requests. Never returns in the server; in each forked process it returns the request
+    and its descriptors."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, _MAX_BYTES, 4)
         if not message:

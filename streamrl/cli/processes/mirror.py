@@ -1,20 +1,20 @@
-"""The run's folder in an object store as well: `run.folder_mirror`, of every launch.
+"""Mirrors the run's folder to an object store (`run.folder_mirror`), in every launch.
 
     MIRROR/NAME/    as runs/NAME, but for what is of one machine: weights/, keys/, the buffer's
                     journal, and what is hidden
 
-A thread brings it up to date with each complete checkpoint and at the end, so that no step waits:
-history and records first, then the checkpoints, the newest first and each manifest last, then all
-else; then checkpoints go that the folder has no more. What fails is said and tried again, and never
-ends the run.
+A thread updates the mirror at each complete checkpoint and at the end, so no step waits. It copies
+history and records first, then the checkpoints (the newest first, each manifest last), then
+everything else; then it removes checkpoints that the folder no longer has. A failure is reported
+and retried, and never ends the run.
 
-Invariant: a checkpoint with a manifest there is complete, the lines of the steps up to it are
-there, and so is a history that contains it; whatever breaks off an upload costs the newest
-checkpoint at most. `Mirror.take` comes before a launch reads the folder: it fetches what that
-lacks, and refuses two that have gone on apart, since one of them would be lost.
+Invariant: a checkpoint with a manifest in the mirror is complete, and the mirror has the lines of
+all steps up to it and a history that contains it; an interrupted upload loses at most the newest
+checkpoint. `Mirror.take` is called before a launch reads the folder: it fetches what the folder
+lacks, and refuses if mirror and folder have diverged, since one of them would be lost.
 
-Without the journal what waited in the buffer is lost with the machine: a learner that attaches with
-the books of its checkpoint opens those prompts again, and each is trained once.
+Without the journal, what waited in the buffer is lost with the machine. A learner that attaches
+with the books of its checkpoint opens those prompts again, so each is still trained once.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from streamrl.object_store import StoreFolder
 from streamrl.run_folder import MIRROR_FILE, MirrorStatus, held_run, move_aside, read_mirror
 
 POLL_S, RETRY_S, END_S = 1.0, 5.0, 60.0
-"""Between two looks; between two tries; how long a launch that has ended tries."""
+"""Seconds between looks, between tries, and for which a launch that has ended keeps trying."""
 _SETTING = "run.folder_mirror"
 _CHECKPOINTS = "checkpoints"
 _HISTORY = f"{_CHECKPOINTS}/{HISTORY_FILE}"
@@ -58,16 +58,16 @@ class _Tip(NamedTuple):
     policy_version: int
 
     def holds(self, other: "_Tip") -> bool:
-        """Whether the other one is on the way to this one, or this one."""
+        """Whether the other tip is this one, or on the way to it."""
         is_before = other.policy_version <= self.policy_version
         return is_before and self.history.contains(other.history.learner_id, other.policy_version)
 
 
 class Mirror:
-    """Of one run; `say` gets sentences for a person. Methods wait for the store.
+    """The mirror of one run; `say` gets messages for a person. Methods wait for the store.
 
     Raises:
-        ConfigError: the mirror cannot be used as it is named.
+        ConfigError: the setting names no usable mirror.
     """
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
@@ -87,25 +87,25 @@ class Mirror:
         self._base = StoreFolder(_SETTING, base)
         self._store = StoreFolder(_SETTING, self.url)
         self._sent: dict[str, object] = {}
-        """What this launch has put there, by name: size and time, or the manifest."""
+        """What this launch has put into the mirror, by name: size and time, or the manifest."""
         self._histories: set[bytes | None] = {None}
-        """What others than this launch have not written."""
+        """Histories in the mirror that no other launch has written."""
         self._lock = threading.Lock()
         self._done: object = None
         self._whole_s: float | None = None
         self._retry_s, self._failure, self._is_taken = 0.0, "", False
 
     def require_writable(self) -> None:
-        """Raise ConfigError if it is not."""
+        """Raise ConfigError if the mirror cannot be written."""
         self._base.require_writable()
 
     def take(self, *, resume: bool, new: bool) -> None:
-        """Before a launch with these flags: fetch the run where the mirror has more of it, or set
-        it aside there.
+        """Prepare for a launch with these flags: with `resume`, fetch the run if the mirror has
+        more of it; with `new`, move the mirror's run aside.
 
         Raises:
-            ConfigError: the mirror holds a run, and no flag says what to do with it, or one that
-                has gone another way than the folder's.
+            ConfigError: the mirror has a run and no flag says what to do with it, or it has
+                diverged from the folder's.
             TransportError: the store does not answer.
         """
         names = self._store.names()
@@ -126,11 +126,12 @@ class Mirror:
         self._histories = {self._store.read(_HISTORY)}
 
     def fetch(self, names: set[str] | None = None, *, is_right: bool = False) -> None:
-        """Replace the folder, which is kept aside, by what is in the mirror, unless the folder has
-        all of it. `is_right`: a run that the mirror lacks is not this one.
+        """Replace the folder by the mirror's content, unless the folder has all of it; the old
+        folder is moved aside. `is_right`: the mirror is right, so a folder that differs from it
+        holds another run.
 
         Raises:
-            ConfigError: they have gone on apart, or the folder cannot be written.
+            ConfigError: mirror and folder have diverged, or the folder cannot be written.
             TransportError: the store does not answer.
         """
         names = self._store.names() if names is None else names
@@ -162,7 +163,7 @@ class Mirror:
             ) from error
 
     def _tip(self, names: set[str]) -> _Tip | None:
-        """Of the checkpoints that are complete in the mirror and of its history."""
+        """The newest complete checkpoint in the mirror that belongs to its history."""
         content = self._store.read(_HISTORY)
         if content is None:
             return None
@@ -181,20 +182,21 @@ class Mirror:
         return None
 
     def keep(self, stopping: threading.Event) -> None:
-        """Until it is set: bring the mirror up to date with each new checkpoint."""
+        """Update the mirror at each new checkpoint, until `stopping` is set."""
         while not stopping.wait(POLL_S) and not self._is_taken:
             if time.monotonic() >= self._retry_s and self._has_changed():
                 self.is_brought_up_to_date()
 
     def _has_changed(self) -> bool:
-        """Also where the run's folder cannot be read, which the next try says."""
+        """Whether there is something to copy; also true if the run's folder cannot be read, which
+        the next try reports."""
         try:
             return self._state() != self._done
         except (TransportError, OSError):
             return True
 
     def finish(self) -> None:
-        """Bring it up to date a last time. Waits END_S at most for a store that fails."""
+        """Update the mirror a last time. Waits at most END_S for a store that fails."""
         until_s = time.monotonic() + END_S
         while not self.is_brought_up_to_date() and time.monotonic() < until_s:
             time.sleep(RETRY_S)
@@ -204,7 +206,7 @@ class Mirror:
             self._say(f"{self.url} has the run's folder")
 
     def is_brought_up_to_date(self) -> bool:
-        """Whether there is nothing left to try; a failure is said, once."""
+        """Update the mirror; return whether nothing is left to try. A failure is reported once."""
         with self._lock:
             try:
                 state = self._state()
@@ -229,13 +231,13 @@ class Mirror:
             return True
 
     def _note(self, failure: str = "") -> None:
-        """For `streamrl status`; a full disk costs no more than that."""
+        """Write the mirror's state for `streamrl status`; on a full disk only that is lost."""
         noted = msgspec.json.encode(MirrorStatus(self.url, self._whole_s, failure))
         with suppress(OSError):
             write_file(self._folder / MIRROR_FILE, noted)
 
     def _state(self) -> object:
-        """What is another one when there is something new to bring."""
+        """A value that changes when there is something new to copy."""
         files = [path / MANIFEST_FILE for path in list_checkpoints(self._folder)]
         return [(file, _stamp(file)) for file in (*files, self._folder / _HISTORY)]
 
@@ -248,10 +250,11 @@ class Mirror:
             )
         if there is not None and not (self._folder / _HISTORY).exists():
             return
-        # Those of before the records, which then have the lines of their steps.
+        # Checkpoints are listed before the records are read, so the records have the lines of their
+        # steps.
         found = list_checkpoints(self._folder)
         self._put_records()
-        # The newest first: while it is copied, the others may go.
+        # The newest first: the others may be deleted while it is copied.
         kept = [path.name for path in reversed(found) if self._put_checkpoint(path)]
         for file in self._files():
             if file.parent != self._folder or file.suffix not in _RECORDS:
@@ -262,7 +265,8 @@ class Mirror:
             self._whole_s = time.time()
 
     def _put_records(self) -> None:
-        """Lines are cut only after a history is replaced, so these are of this history or later."""
+        """Copy history and records. Lines are cut only after a history is replaced, so these lines
+        belong to this history or a later one."""
         while True:
             history = _content(self._folder / _HISTORY)
             stamps = {
@@ -274,7 +278,7 @@ class Mirror:
             if history == _content(self._folder / _HISTORY):
                 break
         if history is not None and self._sent.get(_HISTORY) != history:
-            # Also where it then seems not to be written.
+            # Noted even if the write then seems to fail.
             self._histories.add(history)
             self._store.replace(_HISTORY, history)
             self._sent[_HISTORY], self._histories = history, {history}
@@ -284,8 +288,8 @@ class Mirror:
                 self._sent[file.name] = stamp
 
     def _put_checkpoint(self, path: Path) -> bool:
-        """Whether it is there; one that is not complete, or is deleted here before it is held, is
-        not."""
+        """Copy a checkpoint; return whether it is there. One that is incomplete, or deleted here
+        before it could be held, is not."""
         name = f"{_CHECKPOINTS}/{path.name}"
         try:
             if self._sent.get(name) == (path / MANIFEST_FILE).read_bytes():
@@ -296,12 +300,12 @@ class Mirror:
                 there = self._store.read(f"{name}/{MANIFEST_FILE}")
                 if there != manifest:
                     if there is not None:
-                        # Of another history that had come to this version.
+                        # It belongs to another history that had reached this version.
                         self._store.remove(f"{name}/{MANIFEST_FILE}")
                     for file in visible_files(held):
                         if file.name != MANIFEST_FILE:
                             self._put(file, f"{name}/{file.relative_to(held)}")
-                    # One that could not be held may have lost files meanwhile.
+                    # A checkpoint that could not be held by links may have lost files meanwhile.
                     verify(held, contents=False)
                     self._store.replace(f"{name}/{MANIFEST_FILE}", manifest)
         except (DamagedCheckpointError, FileNotFoundError):
@@ -310,8 +314,8 @@ class Mirror:
         return True
 
     def _put(self, file: Path, name: str, *, may_change: bool = False) -> None:
-        """Unless it is there; a copy of one that is written to, since libraries read its size
-        first."""
+        """Copy a file, unless it is there already. A file that may be written to is copied locally
+        first, since libraries read its size before its content."""
         stamp = _stamp(file)
         if stamp is None or self._sent.get(name) == stamp:
             return
@@ -328,7 +332,7 @@ class Mirror:
         self._sent[name] = stamp
 
     def _remove_old(self, kept: set[str]) -> None:
-        """The manifest first."""
+        """Remove checkpoints that are not `kept`, their manifests first."""
         for name in sorted(self._store.names(), key=lambda name: not name.endswith(MANIFEST_FILE)):
             top, _, rest = name.partition("/")
             folder = rest.partition("/")[0]
@@ -336,7 +340,7 @@ class Mirror:
                 self._store.remove(name)
 
     def _files(self) -> Iterator[Path]:
-        """Of the run's folder, but for checkpoints."""
+        """The files of the run's folder to copy, except checkpoints."""
         for path in visible_files(self._folder):
             top = path.relative_to(self._folder).parts[0]
             if top != _CHECKPOINTS and top not in _OF_A_MACHINE:
@@ -344,7 +348,7 @@ class Mirror:
 
 
 def mirror_of(config: RunConfig, arguments: argparse.Namespace, console: Console) -> Mirror | None:
-    """That of a launch with these arguments, with which it agrees now; None without one.
+    """The mirror of a launch with these arguments, after `Mirror.take`; None without one.
 
     Raises:
         ConfigError, TransportError: see `Mirror.take`.
@@ -358,8 +362,8 @@ def mirror_of(config: RunConfig, arguments: argparse.Namespace, console: Console
 
 @contextmanager
 def mirrored(mirror: Mirror | None) -> Iterator[None]:
-    """Around a launch whose folder is prepared. Waits at the end until all is there; an interrupt
-    leaves it as it is."""
+    """Mirror the prepared folder during the block. At the end waits until everything is copied; an
+    interrupt ends the wait."""
     if mirror is None:
         yield
         return
@@ -383,13 +387,13 @@ def _tip_of(folder: Path) -> _Tip | None:
 
 
 def complete_checkpoints(names: Collection[str]) -> set[str]:
-    """The folders of checkpoints that have a manifest, of the names of a run's files."""
+    """The folders of checkpoints that have a manifest, from the names of a run's files."""
     paths = [name.split("/") for name in names if name.endswith(f"/{MANIFEST_FILE}")]
     return {path[1] for path in paths if len(path) == 3 and path[0] == _CHECKPOINTS}
 
 
 def _fetched(names: set[str]) -> Iterator[str]:
-    """All but checkpoints that are not complete, or abandoned."""
+    """Yield the names of files to fetch: all but those of incomplete or abandoned checkpoints."""
     complete = complete_checkpoints(names)
     for name in sorted(names):
         parts = name.split("/")

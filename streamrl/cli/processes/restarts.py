@@ -1,4 +1,4 @@
-"""One child process of a launch: started, restarted after a crash, stopped.
+"""One child process of a launch: starts it, restarts it after a crash, stops it.
 
     exit code 2, 3 or 6              never started again: a restart cannot change a configuration, a
                                      takeover, or a training whose gradients are not finite
@@ -134,7 +134,8 @@ class Child:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def supervise(self) -> int:
-        """Start the process, and again after each failure; its last exit code. Waits for its end.
+        """Start the process, and again after each failure; return its last exit code. Waits for its
+        end.
 
         Raises:
             StreamRLError: of the failure's kind, if it failed and is not started again.
@@ -189,7 +190,7 @@ class Child:
         return self.restart_command if self.num_restarts else self.command
 
     async def _run(self) -> tuple[int, ErrorRecord | None]:
-        """Start the process; its exit code and its error's sentence. Waits for its end."""
+        """Start the process; return its exit code and error record. Waits for its end."""
         with ErrorPipe() as pipe:
             command = (executable(), *self._next_command[1:])
             planned = without_chosen(self.environment, os.environ)

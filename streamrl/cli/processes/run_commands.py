@@ -115,7 +115,7 @@ def _holder(descriptor: int) -> str:
 def call_for(
     config: RunConfig, command: str, *arguments: str, fork_server: ForkServer | None = None
 ) -> str:
-    """Run a command of `streamrl` with the run's configuration; its output."""
+    """Run a command of `streamrl` with the run's configuration; return its output."""
     file = str(config.run.path / RESOLVED_FILE)
     return call(*command.split(), *arguments, "--config", file, fork_server=fork_server)
 

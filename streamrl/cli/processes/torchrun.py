@@ -1,10 +1,10 @@
-"""`streamrl torchrun`: torchrun that ends as the rank that failed.
+"""`streamrl torchrun`: torchrun, but with the exit code and error of the rank that failed.
 
-torchrun's own exit code is 1 whatever a rank says, so whoever supervises it would start a learner
-again that cannot work. Plans whose learner is on several hosts start it on each.
+torchrun's own exit code is 1 whatever a rank returned, so its supervisor would restart a learner
+that cannot work. Plans whose learner is on several hosts start this command on each.
 
-Invariant: the exit code and the sentence are those of a rank of this host, if one failed; of
-several that of one which did not fail because of another. Waits for the ranks to end.
+Invariant: the exit code and the message are those of a failed rank of this host; if several failed,
+of one that did not fail because of another. Waits for the ranks to end.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from streamrl.errors import ERROR_FILE_VARIABLE, PARENT_VARIABLE, read_record
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Raise the error of a rank of this host that failed, with its sentence."""
-    # The parser has put "--" before them.
+    """Run torchrun. Raises the error of a failed rank of this host, with its message."""
+    # The parser has put "--" before the words.
     words = arguments.words[arguments.words[:1] == ["--"] :]
     parsed = torchrun.parse_args(words)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        # By nohup, which torchrun would undo.
+        # nohup ignores SIGHUP; torchrun would undo that.
         names = parsed.signals_to_handle.split(",")
         parsed.signals_to_handle = ",".join(name for name in names if name != "SIGHUP")
     with _folder_of_records() as folder:
@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
         except ChildFailedError as error:
             codes = {rank: failed.exitcode for rank, failed in error.failures.items()}
             records = {rank: read_record(folder / str(rank)) for rank in codes}
-            # Another start of the rank, by --max-restarts, may have left one.
+            # An earlier start of the rank (--max-restarts) may have left a record.
             own = [r for rank, r in records.items() if r and r.exit_code == codes[rank]]
             raise failure(codes, own) from None
         except SignalException as stopped:
@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _folder_of_records() -> Iterator[Path]:
-    """Where the ranks, children of this process, say why they fail."""
+    """A folder in which the ranks, children of this process, say why they fail."""
     with TemporaryDirectory(prefix="streamrl-") as folder:
         before = dict(os.environ)
         os.environ[ERROR_FILE_VARIABLE] = str(Path(folder) / "$RANK")

@@ -1,11 +1,12 @@
-"""From a configuration to what is asked of a Ray cluster, and back to the hosts of a plan.
+"""Makes bundles to request from a Ray cluster from a configuration, and the hosts of a plan from
+bundles.
 
     learner, learner-host-1, ...  the ranks, as many on one node as fit; the first has the buffer
     generator-0, ...              each engine for itself, with a GPU for each part of it
     validator                     as a generator
 
-Invariant: a bundle is a host of the plan, with the GPUs that Ray gives it and no others, so the
-same configuration and the same cluster give the same plan. Nothing here imports Ray.
+Invariant: a bundle is a host of the plan, with exactly the GPUs that Ray gives it, so the same
+configuration and cluster give the same plan. Nothing here imports Ray.
 """
 
 import math
@@ -19,10 +20,10 @@ from streamrl.config.run import HostRole
 from streamrl.placement.plan import Device, Host
 from streamrl.placement.seats import devices_per_engine, spread
 
-# Of nodes that a cluster without any yet may start.
+# Assumed of the nodes that a cluster without nodes may start.
 _GPUS_PER_NODE = 8
 _BUFFER = 1
-"""The core of the buffer daemon."""
+"""The number of cores for the buffer daemon."""
 
 
 class Room(NamedTuple):
@@ -49,13 +50,13 @@ class Bundle:
 
     @property
     def resources(self) -> Mapping[str, float]:
-        """As a placement group takes them."""
+        """The needs in the form that a placement group takes."""
         gpus = {"GPU": float(self.needs.gpus)} if self.needs.gpus else {}
         return {"CPU": float(self.needs.cpus), **gpus}
 
 
 def learner_bundles(config: RunConfig, rooms: Sequence[Room]) -> tuple[Bundle, ...]:
-    """One for each node that has ranks. They have to be there together."""
+    """One bundle for each node that has ranks. They are needed all at once."""
     learner = config.learner
     learner.require_ranks(learner.num_ranks)
     block = learner.mesh.sequence * learner.mesh.tensor
@@ -77,7 +78,7 @@ def learner_bundles(config: RunConfig, rooms: Sequence[Room]) -> tuple[Bundle, .
 
 
 def engine_bundles(config: RunConfig, rooms: Sequence[Room]) -> Iterator[Bundle]:
-    """One for each generator, and for the validator; each may come and go by itself."""
+    """One bundle for each generator and for the validator; each may come and go by itself."""
     for index in range(config.generator.max_count):
         name = f"generator-{index}"
         yield Bundle(name, ("generator",), _engine_room(config.generator, rooms))
@@ -87,7 +88,8 @@ def engine_bundles(config: RunConfig, rooms: Sequence[Room]) -> Iterator[Bundle]
 
 
 def host_of(bundle: Bundle, found: Mapping[str, Any]) -> Host:
-    """The host of the plan; `found` is what its supervisor has said, {} before it is there."""
+    """The host of the plan for a bundle; `found` is its supervisor's answer, {} before it is
+    there."""
     count = bundle.needs.gpus
     return Host(
         bundle.name,
@@ -102,7 +104,7 @@ def host_of(bundle: Bundle, found: Mapping[str, Any]) -> Host:
 
 
 def missing(bundles: Sequence[Bundle], rooms: Sequence[Room]) -> str:
-    """Why nodes that have so much have no place for the bundles, as a part of a sentence."""
+    """Why nodes with these resources have no room for the bundles, as part of a sentence."""
     for bundle in bundles:
         if not any(r.gpus >= bundle.needs.gpus and r.cpus >= bundle.needs.cpus for r in rooms):
             largest = max(rooms, default=Room(0, 0))
@@ -122,6 +124,6 @@ def _engine_room(generator: GeneratorSettings, rooms: Sequence[Room]) -> Room:
 
 
 def _has_gpus(device: str, rooms: Sequence[Room]) -> bool:
-    """Whether a process with this setting of a device has GPUs on such nodes."""
+    """Whether a process with this device setting gets GPUs on such nodes."""
     kind = device.partition(":")[0]
     return kind == "cuda" or (kind == "auto" and any(room.gpus for room in rooms))

@@ -1,13 +1,15 @@
-"""The Ray cluster of a run: connected to, asked for bundles, reached where it gives them, and what
-its nodes write where the driver does not see it: logs, and all of a run whose learner is there.
+"""The Ray cluster of a run: connects to it, requests bundles, and reaches the supervisors there.
+Copies what nodes write to folders that the driver does not see: logs, and the whole run of a
+learner.
 
-Invariant: whatever the cluster has given is given back when the driver ends, in whatever way: the
-placement groups and the actors are its job's. Bundles of one group come together or not at all.
+Invariant: everything that the cluster has given is returned when the driver ends, in whatever way,
+since placement groups and actors belong to its job. The bundles of a group come together or not at
+all.
 
-Invariant of `Copies`: a copy has what its node has written by the last look, and a file that is
-rewritten is replaced as a whole. History and records come before the checkpoints that need them,
-each manifest after its files; the buffer's journal, which is whole only when nobody writes it, at
-the end. A checkpoint that the node deletes goes here, too.
+Invariant of `Copies`: a copy has what its node had written by the last look; a rewritten file is
+replaced as a whole. History and records are copied before the checkpoints that need them, each
+manifest after its files, and the buffer's journal, which is consistent only when nobody writes it,
+at the end. A checkpoint that the node deletes is deleted here, too.
 """
 
 import asyncio
@@ -44,10 +46,12 @@ LostError = ray.exceptions.RayActorError
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Raise ConfigError if no cluster is there, or one of another version."""
+    """Connect to the cluster for the block. Raises ConfigError if there is none, or its version
+    differs."""
     _require_listener(address)
     try:
-        # Nothing of the nodes' workers is printed here: what they run has logs of its own.
+        # Output of the nodes' workers is not printed here: the commands that they run have their
+        # own logs.
         ray.init(
             address=address,
             namespace=f"streamrl-{uuid.uuid4().hex[:8]}",
@@ -63,7 +67,8 @@ def connected(address: str) -> Iterator[None]:
 
 
 def _require_listener(address: str) -> None:
-    """Waits CONNECT_S at most: Ray itself tries for minutes."""
+    """Require that something listens at the address. Waits at most CONNECT_S; Ray itself would try
+    for minutes."""
     given = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
     host, _, port = given.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
@@ -90,13 +95,13 @@ def _refusal(address: str, message: str) -> str:
 
 
 def rooms() -> tuple[Room, ...]:
-    """Of the cluster's nodes that are up now."""
+    """The room on each of the cluster's nodes that are up now."""
     totals = (node["Resources"] for node in ray.nodes() if node["Alive"])
     return tuple(Room(int(t.get("GPU", 0)), int(t.get("CPU", 0))) for t in totals)
 
 
 class Place:
-    """One bundle of a group; `found` is what its supervisor has said, {} before it is there."""
+    """One bundle of a group; `found` is its supervisor's answer, {} before it is there."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
@@ -107,7 +112,7 @@ class Place:
     async def run(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log_format: str
     ) -> tuple[int, ErrorRecord | None]:
-        """See `Supervisor.run`. Raises LostError if the node or the supervisor is gone."""
+        """See `Supervisor.run`. Raises LostError if the node or the supervisor is lost."""
         answer: tuple[int, ErrorRecord | None] = await self.actor.run.remote(
             name, tuple(command), dict(environment), log_format
         )
@@ -119,14 +124,14 @@ class Place:
 
 
 class Group:
-    """Bundles that are there together: those of a learner, or the one of an engine."""
+    """Bundles that come together: those of a learner, or the single one of an engine."""
 
     def __init__(self, bundles: Sequence[Bundle]) -> None:
         self.places = tuple(Place(bundle) for bundle in bundles)
         self._group: Any = None
 
     def open(self) -> None:
-        """Ask for the bundles; their supervisors start when they are there."""
+        """Request the bundles; their supervisors start when the bundles are there."""
         bundles = [dict(place.bundle.resources) for place in self.places]
         strategy = "SPREAD" if len(bundles) == 1 else "PACK"
         self._group = placement_group(bundles, strategy=strategy)
@@ -142,7 +147,7 @@ class Group:
             )
 
     def close(self) -> None:
-        """Give back what is there; its processes are killed."""
+        """Return the bundles to the cluster; their processes are killed."""
         for place in self.places:
             if place.actor is not None:
                 with contextlib.suppress(Exception):
@@ -160,18 +165,18 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._launch_id = uuid.uuid4().hex
-        # By this file a node that sees the same folder knows it.
+        # A node that sees the same folder recognizes it by this file.
         (folder / "launch.id").write_text(self._launch_id)
         self._homes: dict[str, str] = {}
         self.plan: Plan | None = None
         self._is_fetched = False
 
     async def reach(self, group: Group) -> None:
-        """Waits until the group is there, however long.
+        """Wait until the group is there, however long that takes.
 
         Raises:
-            ConfigError: a node has another release, or none.
-            LostError: a node is gone again.
+            ConfigError: a node has another release of StreamRL, or none.
+            LostError: a node was lost again.
         """
         if group.places[0].actor is None:
             group.open()
@@ -198,8 +203,8 @@ class Nodes:
         place.found = {**found, "num_cores": max(1, int(cores) // sharing)}
 
     async def hold_ports(self, place: Place, config: RunConfig) -> int:
-        """The first of the ports for the addresses of the plan, which are free on this node. Raises
-        ConfigError if one that a setting names is taken."""
+        """Have the node hold free ports for the plan's addresses; return the first one. Raises
+        ConfigError if a port that a setting names is taken."""
         urls = {"weights.address": config.weights.address}
         if config.buffer.binds_url:
             urls["buffer.url"] = config.buffer.url
@@ -211,8 +216,9 @@ class Nodes:
         return first
 
     async def fetch(self, place: Place, environment: Mapping[str, str]) -> None:
-        """Have the node take the run from its mirror, unless it sees the run's folder. Waits
-        `cluster.start_s` for a store that does not answer it. Raises ConfigError if it cannot."""
+        """Have the node fetch the run from its mirror, unless it sees the run's folder. Waits at
+        most `cluster.start_s` for a store that does not answer. Raises ConfigError if it cannot be
+        fetched."""
         assert self.plan is not None, "the learner's nodes are there first"
         if place.found["shares_folder"]:
             return
@@ -225,8 +231,8 @@ class Nodes:
         self._is_fetched = True
 
     async def prepare(self, place: Place) -> None:
-        """Send what the node does not see. Raises ConfigError if the node lacks a file, or is to
-        have too much."""
+        """Send the node the files that it does not see. Raises ConfigError if it lacks a file, or
+        the files are too large."""
         assert self.plan is not None, "the learner's nodes are there first"
         if not (place.found["shares_folder"] and place.found["shares_directory"]):
             config, host = self.plan.config, place.bundle.name
@@ -243,7 +249,8 @@ class Nodes:
         place.is_ready = True
 
     async def require(self, group: Group, within_s: float) -> None:
-        """`reach`, within so many seconds. Raises ConfigError if the cluster has no room for it."""
+        """Like `reach`, but within `within_s` seconds. Raises ConfigError if the cluster has no
+        room for the group."""
         try:
             async with asyncio.timeout(within_s):
                 while True:
@@ -261,7 +268,8 @@ def no_room(group: Group, within_s: float) -> str:
 
 
 def _import_refusal(message: str) -> str | None:
-    """What a person has to do about a supervisor that could not be made."""
+    """What a person must do about a supervisor that could not be created; None if it failed for
+    another reason."""
     has_other = "Can't get attribute 'Supervisor" in message
     if not has_other and "No module named 'streamrl" not in message:
         return None
@@ -277,31 +285,31 @@ POLL_S = 1.0
 CHUNK_BYTES = 8 * 2**20
 _APPENDED = (".log", ".jsonl")
 _COMPARED_BYTES = 1024
-# While the run goes on; weights/ is of the node alone.
+# Copied only at the end, and never; weights/ is the node's own.
 _LATER, _NEVER = ("buffer",), ("weights", "keys", "files")
 
 
 class Copies:
-    """Into the run's folder here."""
+    """Copies what nodes write into the run's folder here."""
 
     def __init__(self, folder: Path, places: Sequence[Place]) -> None:
         self._folder, self._places = folder, places
         self._known: dict[Place, Mapping[str, tuple[int, int]]] = {}
 
     async def run(self) -> None:
-        """Until cancelled. Waits POLL_S between two looks."""
+        """Copy until cancelled. Waits POLL_S between looks."""
         while True:
             await self.bring(_LATER + _NEVER)
             await asyncio.sleep(POLL_S)
 
     async def bring(self, but: Sequence[str] = _NEVER) -> None:
-        """Copy what is new, but for what is below these folders. Waits for the nodes."""
+        """Copy what is new, except below the folders `but`. Waits for the nodes."""
         for place in self._places:
             if place.is_ready and place.found and not place.found["shares_folder"]:
                 try:
                     await self._bring_from(place, but)
                 except LostError:
-                    # Whoever runs the process on it hears of it, too.
+                    # The child whose process runs there notices, too.
                     continue
 
     async def _bring_from(self, place: Place, but: Sequence[str]) -> None:
@@ -327,8 +335,8 @@ class Copies:
             self._forget([path for path in now if known.get(path) == now[path]])
 
     async def _goes_on(self, place: Place, path: str, had: int) -> bool:
-        """Whether the node's file goes on behind the bytes that are here; not one whose lines were
-        cut, as a learner that goes back does, and that has grown again since."""
+        """Whether the node's file continues the bytes that are here. It does not if a learner that
+        went back has cut lines and the file has grown again."""
         if not path.endswith(_APPENDED):
             return False
         begin = max(0, had - _COMPARED_BYTES)
@@ -339,7 +347,8 @@ class Copies:
         return ours == theirs
 
     def _forget(self, there: Collection[str]) -> None:
-        """Checkpoints that the node has no more, once a newer one is here: of its files these."""
+        """Delete checkpoints that the node has deleted, once a newer one is here; `there` are the
+        node's files that are copied."""
         complete = complete_checkpoints(there)
         last = max((version_of(Path(name)) for name in complete), default=-1)
         for path in list_checkpoints(self._folder):
@@ -348,8 +357,8 @@ class Copies:
                 shutil.rmtree(path, ignore_errors=True)
 
     async def _copy(self, place: Place, path: str, start: int, size: int) -> bool:
-        """Whether the bytes from `start` to `size` are here; a file that is gone by now is left as
-        it was."""
+        """Copy the bytes from `start` to `size`; return whether all are here. If the file is gone
+        by now, the copy is not changed."""
         target = self._folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part") if start == 0 else target
@@ -371,8 +380,8 @@ class Copies:
 
 
 def _turn(item: tuple[str, tuple[int, int]]) -> tuple[bool, int, bool, str]:
-    """Checkpoints after the records that have their steps, the newest first, which its node holds;
-    of each the manifest last."""
+    """The order of copying: records, then the checkpoints whose steps they contain, newest first
+    (the node holds that one), each with its manifest last."""
     path = item[0]
     folder = path.removeprefix("checkpoints/step-").partition("/")[0]
     version = int(folder) if folder.isdigit() else -1

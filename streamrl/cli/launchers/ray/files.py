@@ -1,7 +1,9 @@
-"""What a node that does not see the driver's folders gets from it: configuration, keys, data, code.
+"""The files that a node gets from the driver if it does not see its folders: configuration, keys,
+data, code.
 
-Invariant: a path of a setting means the same everywhere: relative to the working folder, where it
-is sent to, or absolute, where it has to be. The key of the servers goes only to nodes that serve.
+Invariant: a path in a setting means the same everywhere. A relative one is below the working
+folder, and its file is sent; a file with an absolute path must be there already. The servers'
+secret key goes only to nodes that serve.
 """
 
 import io
@@ -21,25 +23,26 @@ from streamrl.run_folder import DATA_FILE
 from streamrl.user_code import is_user_code
 
 MAX_BYTES = 500 * 2**20
-"""Of all files that are sent, as of a working folder that Ray itself sends."""
+"""The most bytes of all sent files, as Ray itself limits a working folder."""
 _KEYS, _PASSWORD, _SERVERS_ONLY = "keys", "redis", "server.secret"
 _OF_SERVICES = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "HF_TOKEN", "HF_ENDPOINT")
 # Settings of servers, teachers, judges and agents that name the variable with a key.
 _NAME_VARIABLES = ("api_key_env", "token_env")
-# What the launcher makes itself, or what names no file on the nodes.
+# Sections whose files the launcher makes itself, or that name no files on the nodes.
 _NOT_SENT = ("run", "cluster", "buffer", "tracking")
 
 
 def with_keys(config: RunConfig) -> RunConfig:
-    """With keys and password in the run's folder, where the processes find them."""
+    """The configuration with keys and password in the run's folder, where the processes find
+    them."""
     folder = config.run.path / _KEYS
     password = folder / _PASSWORD if config.buffer.password_file else None
     return config.with_values(buffer={"curve": folder, "password_file": password})
 
 
 def write_secrets(given: RunConfig) -> None:
-    """Fill the folder of `with_keys`: with what the configuration names, or new keys. Raises
-    ConfigError if a file that it names cannot be read."""
+    """Fill the folder of `with_keys` with the files that the configuration names, or with new keys.
+    Raises ConfigError if a file that it names cannot be read."""
     folder, curve = given.run.path / _KEYS, given.buffer.curve
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     password = given.buffer.password_file
@@ -54,7 +57,8 @@ def write_secrets(given: RunConfig) -> None:
 
 
 def handed_on(config: RunConfig) -> Mapping[str, str]:
-    """Variables of this process that the run's processes get too: keys, and whom they are for."""
+    """Environment variables that the run's processes get from this one: keys, and what belongs to
+    them."""
     named = (text for key, text in _texts(config.model_dump()) if key in _NAME_VARIABLES)
     names = (REDIS_PASSWORD, *_OF_SERVICES, *named)
     return {name: os.environ[name] for name in names if name in os.environ}
@@ -69,7 +73,7 @@ def private_files(plan: Plan, host: str) -> Mapping[str, bytes]:
 
 
 def required(config: RunConfig) -> tuple[str, ...]:
-    """Absolute paths of settings, which every node has to have."""
+    """The paths in settings that every node must already have."""
     return tuple(sorted({str(p) for p in _named(config.model_dump()) if not _is_sent(p)}))
 
 
@@ -99,7 +103,8 @@ def _content(path: Path) -> bytes:
 
 
 def _named(settings: Mapping[str, Any]) -> Iterator[Path]:
-    """The files and folders that exist here and that settings name, with code beside code."""
+    """Yield existing files and folders that settings name; for a Python file also the Python files
+    beside it."""
     for section, values in settings.items():
         for _, text in () if section in _NOT_SENT else _texts(values):
             file = text.rpartition(":")[0] if is_user_code(text) and ":" in text else text
@@ -112,7 +117,7 @@ def _named(settings: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text and path in settings, each behind the innermost key that it is below."""
+    """Yield every text and path in settings, each with the innermost key above it."""
     match value:
         case str() | Path():
             yield key, str(value)

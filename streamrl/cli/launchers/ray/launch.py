@@ -1,8 +1,8 @@
 """`streamrl launch FILE --ray`: the driver of a run on a Ray cluster.
 
-Invariant: the driver needs no GPU and nothing of the run goes through it. A generator whose node is
-lost, or is not there yet, waits for one, however long; without the learner's or the buffer's node
-all end, for a new beginning from the checkpoint.
+Invariant: the driver needs no GPU, and no data of the run passes through it. A generator whose node
+is lost or not there yet waits for one, however long. If a node of the learner or the buffer is
+lost, all processes end, and the run starts again from its checkpoint.
 """
 
 import argparse
@@ -58,8 +58,8 @@ from streamrl.run_folder import resume_command
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Exit code of the run; with `--dry-run`, of making the plan."""
-    # The folder of the run as it is called on every node. Within a job of Ray the working folder is
-    # a copy that Ray removes, so that a relative one is of the home folder.
+    # The run's folder must have the same path on every node. Within a Ray job the working folder is
+    # a copy that Ray removes, so a relative path is taken relative to the home folder.
     base = Path.home() if "runtime_resources" in Path.cwd().parts else Path.cwd()
     config, console = config.with_values(run={"folder": base / config.run.folder}), Console()
     with connected(arguments.ray), signals_raise():
@@ -85,7 +85,7 @@ def _launch(given: RunConfig, arguments: argparse.Namespace, console: Console) -
 
 
 class _Run:
-    """One run, of which the learner may have several homes one after the other."""
+    """One run, whose learner may move to other nodes when it is lost."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Run:
         self._engines = [Group([bundle]) for bundle in engine_bundles(config, rooms())]
 
     async def to_its_end(self) -> StreamRLError | None:
-        """As `supervise`. Waits for it."""
+        """Run to the end; returns as `supervise` does. Waits for the end."""
         self._nodes = Nodes(self._config.run.path)
         step = newest_step(self._config.run.path)
         budget = RestartBudget(self._config.run, step)
@@ -127,13 +127,13 @@ class _Run:
                 group.close()
 
     def plan(self) -> Plan:
-        """With what is known of the nodes by now."""
+        """Make the plan with what is known about the nodes by now."""
         hosts = [host_of(place.bundle, place.found) for place in self._places]
         return make_plan(self._config, hosts, resume=self._resume)
 
     async def _begin(self) -> Plan:
-        """The plan, once the learner's nodes are there and have what they need. Raises ConfigError
-        if they are not, within `cluster.start_s`, or cannot be used."""
+        """Wait until the learner's nodes are there and have what they need; return the plan. Raises
+        ConfigError if that takes longer than `cluster.start_s`, or they cannot be used."""
         await self._nodes.require(self._learner, self._config.cluster.start_s)
         first = await self._nodes.hold_ports(self._learner.places[0], self._config)
         self._config = self._config.with_values(cluster={"first_port": first})
@@ -152,12 +152,12 @@ class _Run:
         for place in self._learner.places:
             await self._nodes.prepare(place)
         for group in self._engines:
-            # Those of before the learner was lost have other addresses.
+            # What was prepared before the learner was lost has other addresses.
             group.places[0].is_ready = False
         return plan
 
     async def _supervised(self, plan: Plan) -> StreamRLError | None:
-        """The plan's processes, with what comes before and after."""
+        """Run the plan's processes, with the commands before and after them."""
         arguments = self._arguments
         is_new = arguments.new and not self._resume
         option = books_option(resume=self._resume, new=is_new)
@@ -219,8 +219,8 @@ class _Run:
         return children
 
     async def _require_generators(self, children: Sequence[Child]) -> None:
-        """Waits `cluster.start_s`. Raises ConfigError if fewer generators than the run needs have
-        had a node by then."""
+        """Wait `cluster.start_s`, then raise ConfigError if fewer generators than the run needs
+        have reached a node."""
         within_s, least = self._config.cluster.start_s, self._config.generator.min_count
         await asyncio.sleep(within_s)
         reached = [c for c in children if isinstance(c, RayChild) and c.was_reached]
@@ -229,10 +229,10 @@ class _Run:
             raise ConfigError(no_room(waiting, within_s))
 
     async def _call(self, plan: Plan, command: str, *arguments: str) -> None:
-        """Run `streamrl COMMAND` where the learner is. Waits for its end, or for a signal.
+        """Run `streamrl COMMAND` on the learner's node. Waits for its end, or for a signal.
 
         Raises:
-            StreamRLError: it failed; of the failure's kind.
+            StreamRLError: it failed; the class is that of the failure.
             Interrupted: a signal came first.
         """
         learner = next(process for process in plan.processes if process.name == "learner")
@@ -260,8 +260,8 @@ class LearnerLostError(StreamRLError):
 
 @dataclass(kw_only=True)
 class RayChild(RemoteChild):
-    """`place` is its bundle, of `group`; `family` are all children of the run; `plan` makes the
-    plan by what is known of the nodes now."""
+    """A child on a Ray node. `place` is its bundle, part of `group`; `family` are all children of
+    the run; `plan` makes the plan from what is known about the nodes now."""
 
     nodes: Nodes
     group: Group
@@ -275,7 +275,8 @@ class RayChild(RemoteChild):
         self.place.signal(self.role, signal.SIGKILL)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Have the supervisor send the signal. A node that does not answer SIGKILL is given up."""
+        """Have the supervisor send the signal. A node that does not react to SIGKILL is given
+        up."""
         self.begin_stop()
         self.place.signal(self.role, number)
         if number == signal.SIGKILL:
@@ -286,12 +287,12 @@ class RayChild(RemoteChild):
             self.group.close()
 
     async def _run(self) -> tuple[int, ErrorRecord | None]:
-        """Exit code and record of a process that is started on a node, as often as one is lost.
-        Waits for its end, or for a node; `stop` unblocks both."""
+        """Run the process on a node, again after each lost node; return its exit code and record.
+        Waits for its end, or for a node; `stop` ends both waits."""
         while await self._is_reached():
             process = next(p for p in self.plan().processes if p.name == self.role)
             command = process.restart_command if self.num_restarts else process.command
-            # The devices are those that Ray has given to the bundle.
+            # Ray has already chosen the bundle's devices.
             environment = {**self.environment, **process.environment}
             environment.pop("CUDA_VISIBLE_DEVICES", None)
             self.budget.on_start()
@@ -313,7 +314,7 @@ class RayChild(RemoteChild):
         return 0, None
 
     async def _is_reached(self) -> bool:
-        """Waits until the node is there: True, or until this child is to stop: False."""
+        """Wait until the node is there (True) or this child is told to stop (False)."""
         said = ""
         while not self.stopping.is_set() and not self.place.is_ready:
             self.state = WAITS
@@ -340,11 +341,11 @@ class RayChild(RemoteChild):
         await self.nodes.prepare(self.place)
 
     def _log(self, sentence: str) -> None:
-        """The supervisor has written it into the log, which is on its node."""
+        """Nothing to do: the supervisor has written it into the log on its node."""
 
     def _delay_s(self, code: int, record: ErrorRecord | None) -> float:
-        """A generator that cannot reach the run, on a node that may be lost, tries without an
-        end."""
+        """A generator that cannot reach the run keeps trying, since only its node may be at
+        fault."""
         if code == EXIT_UNREACHABLE and self.may_wait:
             return RETRY_S
         return super()._delay_s(code, record)

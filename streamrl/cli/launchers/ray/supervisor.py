@@ -1,11 +1,11 @@
-"""What runs on a node for one bundle: an actor that starts, signals and ends the plan's commands.
+"""The actor that runs on a node for one bundle; it starts, signals and ends the plan's commands.
 
-Invariant: nothing that it has started outlives it. What carries its MARK in the environment is
-killed by a watcher, a process of its own whose input is a pipe of the actor's: it closes when the
-actor ends, in whatever way. Secrets come as arguments of calls, and stand in no log.
+Invariant: nothing that it has started outlives it. A separate watcher process reads a pipe that
+closes when the actor ends, in whatever way, and then kills every process with the actor's MARK in
+its environment. Secrets come as arguments of calls, and appear in no log.
 
-`python -m` of this module is the watcher. Nothing here imports Ray before it is asked for what Ray
-gave; the first answer is of plain values, so that another release can be told.
+`python -m` of this module is the watcher. Ray is imported only when an answer needs it; the first
+answer consists of plain values, so another release can be recognized.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ _KEPT, _NONE = ".kept", ("", (0, 0))
 
 
 class Supervisor:
-    """One for each bundle."""
+    """The supervisor of one bundle."""
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
@@ -59,14 +59,14 @@ class Supervisor:
         self._folder = self._directory = Path()
         self._listing = asyncio.Lock()
         self._kept = _NONE
-        """Where the newest checkpoint is, and size and time of its manifest."""
+        """The folder of the newest checkpoint, and its manifest's size and time."""
         self._watched_by = _start_watcher(self._mark)
 
     async def hello(
         self, folder: str, launch_id: str, directory: tuple[str, int]
     ) -> dict[str, Any]:
-        """What this node is, and whether it sees the run's folder and the working folder of the
-        driver, a path and its inode."""
+        """Describe this node, and say whether it sees the run's folder and the driver's working
+        folder (`directory`: a path and its inode)."""
         import ray
 
         context = ray.get_runtime_context()
@@ -94,8 +94,8 @@ class Supervisor:
         }
 
     async def hold_ports(self, host: str, named: Mapping[str, int]) -> tuple[int, str]:
-        """Keep for the processes here the ports that settings name, and NUM_PORTS free ones: the
-        first of these, and why one that a setting names cannot be had, or ""."""
+        """Reserve the ports that settings name, and NUM_PORTS adjacent free ones, for the processes
+        here. Return the first free one, and why a named port is not available, or ""."""
         for setting, port in named.items():
             try:
                 self._held.append(bound_socket(host, port))
@@ -114,8 +114,8 @@ class Supervisor:
         raise OSError(f"{host} has no {NUM_PORTS} free ports side by side")
 
     async def fetch(self, config: RunConfig, environment: Mapping[str, str]) -> str:
-        """Take the run from its mirror where that has more of it than this node; why that cannot
-        be, or ""."""
+        """Fetch the run from its mirror, if that has more of it than this node. Return why that
+        failed, or ""."""
         os.environ.update(environment)
         try:
             await asyncio.to_thread(Mirror(config, print).fetch, is_right=True)
@@ -126,9 +126,9 @@ class Supervisor:
     async def prepare(
         self, files: bytes, private: Mapping[str, bytes], required: Sequence[str], *, is_new: bool
     ) -> str:
-        """Write what the driver has, as a tar archive of the working folder and as files that
-        their owner alone can read; the first required path that is not here, or "". An older run
-        is moved aside where this is a new one."""
+        """Write the driver's files: a tar archive of the working folder, and private files that
+        only their owner can read. Return the first required path that is not here, or "". If the
+        run is new, an older one is moved aside."""
         if is_new and held_run(self._folder):
             move_aside(self._folder)
         return await asyncio.to_thread(self._write, files, private, required)
@@ -136,7 +136,7 @@ class Supervisor:
     def _write(self, files: bytes, private: Mapping[str, bytes], required: Sequence[str]) -> str:
         for path, content in private.items():
             Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # Another bundle of this node may write the same file, or read it.
+            # Another bundle on this node may write or read the same file.
             write_file(Path(path), content, is_private=True)
         self._directory.mkdir(parents=True, exist_ok=True)
         if files:
@@ -147,11 +147,11 @@ class Supervisor:
     async def run(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log_format: str
     ) -> tuple[int, ErrorRecord | None]:
-        """Exit code and record of the command, which begins here. Waits for its end; then nothing
-        of it is left."""
+        """Run a command; return its exit code and record. Waits for its end, and until nothing that
+        it started is left."""
         log = self._folder / "logs" / f"{name}.log"
         with ErrorPipe() as pipe:
-            # Before anything is waited for, so that a signal that comes now is for it.
+            # Registered before any wait, so that a signal that comes now reaches it.
             task = asyncio.ensure_future(self._start(name, command, environment, log, pipe))
             self._starts[name] = task
             try:
@@ -168,15 +168,16 @@ class Supervisor:
         return code, record
 
     async def files(self, prefix: str) -> dict[str, tuple[int, int]]:
-        """Size and time, in ns, of the files whose names in the run's folder begin so. The newest
-        checkpoint among them can be read until the next call, though a learner deletes it."""
-        # A driver that gave up one call may have made the next.
+        """Size and time (ns) of the run folder's files whose names begin with `prefix`. The newest
+        checkpoint among them can be read until the next call, even if the learner deletes it."""
+        # A driver that gave up on one call may already make the next.
         async with self._listing:
             return await asyncio.to_thread(self._list, prefix)
 
     def _list(self, prefix: str) -> dict[str, tuple[int, int]]:
         found: dict[str, tuple[int, int]] = {}
-        # Sizes of after all were found, so that the records have the lines of each checkpoint.
+        # Sizes are read after all files were found, so the records have the lines of each
+        # checkpoint.
         names = {str(path.relative_to(self._folder)): path for path in visible_files(self._folder)}
         for name, path in names.items():
             if name.startswith(prefix):
@@ -196,7 +197,7 @@ class Supervisor:
         return found
 
     async def read(self, path: str, offset: int, size: int) -> bytes:
-        """A part of a file of the run's folder; nothing of one that is gone."""
+        """A part of a file in the run's folder; b"" if the file is gone."""
         files, (kept, _) = [self._folder / path], self._kept
         if kept and path.startswith(kept):
             files = [self._folder / _KEPT / path.removeprefix(kept), *files]
@@ -207,8 +208,8 @@ class Supervisor:
         return b""
 
     async def signal(self, name: str, number: int) -> None:
-        """Send the signal to the command, if it runs; SIGKILL to all of its group. Waits for its
-        start."""
+        """Send a signal to the command, if it runs; SIGKILL goes to its whole group. Waits until it
+        has started."""
         if name not in self._starts:
             return
         with contextlib.suppress(OSError):
@@ -228,7 +229,7 @@ class Supervisor:
     ) -> Process:
         log.parent.mkdir(parents=True, exist_ok=True)
         beside = str(Path(sys.executable).parent)
-        # Ray chooses the threads of its workers by itself.
+        # Ray sets OMP_NUM_THREADS for its workers, which is not for this command.
         own = {
             key: value
             for key, value in os.environ.items()
@@ -251,9 +252,9 @@ class Supervisor:
                 },
                 pass_fds=(pipe.descriptor,),
             )
-        # Ray lets its workers yield to every other process of a node, by RAY_worker_niceness, and
-        # so would what they start; as urgent as Ray itself, which is the parent here, it is as by
-        # `launch`. Without the right to that it stays as it is.
+        # Ray lowers the priority of its workers (RAY_worker_niceness), and what they start inherits
+        # it. Give the command the priority of Ray itself, the parent here, as under `launch`, if
+        # this user may.
         with contextlib.suppress(OSError):
             urgency = os.getpriority(os.PRIO_PROCESS, os.getppid())
             os.setpriority(os.PRIO_PROCESS, process.pid, urgency)
@@ -261,7 +262,8 @@ class Supervisor:
 
 
 def _start_watcher(mark: str) -> int:
-    """The end of a pipe that this process has to keep. Waits until the watcher is on its own."""
+    """Start the watcher; return the end of the pipe that this process must keep open. Waits until
+    the watcher is detached."""
     read_end, write_end = os.pipe()
     command = (sys.executable, "-m", __name__, mark)
     subprocess.run(command, stdin=read_end, start_new_session=True, check=True)
@@ -270,8 +272,7 @@ def _start_watcher(mark: str) -> int:
 
 
 async def end_left(mark: str) -> None:
-    """Kill every process with a MARK that begins so; waits until there is none. What a kill brings
-    to light is looked for again."""
+    """Kill every process whose MARK begins with `mark`, and look again until there is none."""
     while left := processes_with(MARK, lambda value: value.startswith(mark)):
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -280,7 +281,8 @@ async def end_left(mark: str) -> None:
 
 
 def _watch(mark: str) -> None:
-    """Waits for the end of the actor. Not as its child: Ray kills those that it leaves."""
+    """Wait for the end of the actor, then kill what it left. The watcher is not the actor's child,
+    since Ray kills those."""
     if os.fork():
         os._exit(0)
     while os.read(0, 1):
