@@ -1,7 +1,7 @@
 """`streamrl evaluate`: the greedy score of a checkpoint on held-out prompts.
 
-Prints one JSON line, and on a terminal its progress before. The line of a checkpoint of the run is
-also written to `evaluation.json` in the run's folder, if there is one.
+Prints one JSON line, after a progress bar on a terminal. If the checkpoint belongs to the run, the
+line is also written to `evaluation.json` in the run's folder, if that exists.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _model(config: RunConfig, given: str | None) -> Path:
-    """The checkpoint given, which may be the name of a public model; else the run's newest."""
+    """The given checkpoint, which may be the name of a public model; else the run's newest."""
     if given is None:
         require_run(config)
         return newest_model(config)

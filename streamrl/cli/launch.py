@@ -35,12 +35,12 @@ from streamrl.placement.hosts import is_rocm, this_machine, usable_devices
 from streamrl.placement.make_plan import make_plan
 from streamrl.run_folder import require_own_folder, resume_command
 
-# Set in pods made for torchrun, such as Kubeflow's.
+# Variables that are set in pods made for torchrun, such as Kubeflow's.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
-    """Launch on this machine, or where the options say; the exit code."""
+    """Launch on this machine, or where the options say; return the exit code."""
     for name in _OF_RANKS:
         # With these, a learner would wait for ranks that nobody starts; a launch starts its own.
         os.environ.pop(name, None)
@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
         fork_server.close()
         fork_server = None
     if not name or (name == "slurm" and JOB_VARIABLE in os.environ):
-        # Only then does this process see what the run's processes will have.
+        # Only in these cases does this process see what the run's processes will have.
         require_startable(arguments)
     if refusal is not None:
         raise refusal
@@ -108,10 +108,10 @@ def run_here(
     fork_server: ForkServer | None = None,
     background: BackgroundTask | None = None,
 ) -> StreamRLError | None:
-    """The whole run, from making the model to the buffer's last books. Returns the failure of a
-    validator without which it went on. `resume` continues the run in its folder, `new` starts one;
-    `live` shows a live screen; under `strict` no daemon is started again; daemons are forked from
-    `fork_server`, if given.
+    """Run everything on this machine, from making the model to the buffer's last books. Returns the
+    failure of a validator without which the run went on. `resume` continues the run in its folder,
+    `new` starts one; `live` shows a live screen; under `strict` no daemon is restarted; daemons are
+    forked from `fork_server`, if given.
 
     Raises:
         Interrupted, StreamRLError: see `supervise`.

@@ -20,17 +20,17 @@ from types import ModuleType
 from streamrl.cli.arguments.commands import parse
 from streamrl.errors import Interrupted, StreamRLError, exit_code_of, leave_record
 
-# As a shell reports a process that SIGPIPE ended.
+# What a shell reports for a process that SIGPIPE ended.
 EXIT_BROKEN_PIPE = 141
 EXIT_S = 4.0
 _MANY_FILES = 65_536
 DAEMONS = ("buffer", "generator", "learner", "validator")
-# `streamrl.log_lines.FORMAT_VARIABLE`, without its imports.
+# The value of `streamrl.log_lines.FORMAT_VARIABLE`, without that module's imports.
 FORMAT_VARIABLE = "STREAMRL__RUN__LOG_FORMAT"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of the command, by the kind of its failure; see docs/operating.md."""
+    """Run the command; return its exit code, by the kind of its failure (docs/operating.md)."""
     try:
         parsed = parse(sys.argv[1:] if arguments is None else arguments)
         code = _run(parsed)
@@ -47,7 +47,7 @@ def _run(parsed: argparse.Namespace) -> int:
     if parsed.command in DAEMONS and os.environ.get(FORMAT_VARIABLE) == "json":
         import_command("streamrl.log_lines").log_as_json(parsed.command)
     if parsed.command in (*DAEMONS, "launch"):
-        # Read at the import of transformers; in a log each bar is a line.
+        # transformers reads this at its import; in a log every state of a bar would be a line.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     module, _, function = parsed.entry.partition(":")
     try:
@@ -56,7 +56,7 @@ def _run(parsed: argparse.Namespace) -> int:
             parsed.run_config = configuration(parsed).config
         ended = getattr(import_command(module), function)(parsed)
         code: int = ended if isinstance(ended, int) else import_command("asyncio").run(ended)
-        # There is no sys.stdout where the shell has closed it.
+        # print, since sys.stdout is None if the shell has closed it.
         print(end="", flush=True)
         return code
     except (StreamRLError, ImportError) as error:
@@ -65,7 +65,7 @@ def _run(parsed: argparse.Namespace) -> int:
         _discard_output()
         return EXIT_BROKEN_PIPE
     except SystemExit as end:
-        # A console of rich takes the error and ends the program.
+        # A console of rich catches the error and ends the program.
         if isinstance(end.__context__, BrokenPipeError):
             return EXIT_BROKEN_PIPE
         raise
@@ -82,37 +82,39 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _open_many_files() -> None:
-    """Up to the hard limit: the usual one of 1024 is less than NCCL has on a few hosts, a launcher
-    has for its daemons and an evaluation for its episodes."""
+    """Raise the limit of open files to the hard limit: the usual 1024 is too low for NCCL on a few
+    hosts, a launcher's daemons and an evaluation's episodes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
-        # macOS allows fewer than it says.
+        # macOS allows fewer than it reports.
         with suppress(ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _leave(code: int) -> None:
-    """The interpreter waits for every thread, and a call of a user's may never return."""
+    """End the process after EXIT_S at the latest: the interpreter waits for every thread, and a
+    call of a user's code may never return."""
     leaving = threading.Timer(EXIT_S, os._exit, (code,))
     leaving.daemon = True
     leaving.start()
 
 
 def _report(command: str, error: Exception) -> int:
-    """Say why the command failed, to the process that started it or here; the exit code."""
+    """Say why the command failed, to the process that started it or here; return the exit code."""
     if not leave_record(error):
         print(f"streamrl {command}: {error}", file=sys.stderr)
     return exit_code_of(error)
 
 
 def _discard_output() -> None:
-    """What the reader of a pipe, such as `head`, has not read is written nowhere at the exit."""
+    """Discard what the reader of a pipe, such as `head`, has not read, so that the exit does not
+    fail on it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def import_command(name: str) -> ModuleType:
-    """Import a module and keep all that it imports out of garbage collection.
+    """Import a module and keep everything that it imports out of garbage collection.
 
     Modules stay until the process ends. A full collection that visits torch and transformers
     stops every thread for 0.2 s.

@@ -1,6 +1,6 @@
-"""`streamrl new`: a folder of one's own from a recipe; `keys new`: the keys of `buffer.curve`.
+"""`streamrl new`: copies a recipe to a new folder; `keys new`: makes the keys of `buffer.curve`.
 
-The recipes are in the package; in a clone of the repository they are those of `configs/recipes`.
+Recipes are in the package; in a clone of the repository they are in `configs/recipes`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def recipes() -> dict[str, Path]:
-    """The folder of each, by its name."""
+    """The folder of each recipe, by name."""
     folders = (path for place in _PLACES if place.is_dir() for path in sorted(place.iterdir()))
     return {path.name: path for path in folders if (path / "README.md").is_file()}
 

@@ -1,9 +1,9 @@
 """`streamrl plan`: what a launch would start, on which hosts, GPUs and ports. Starts nothing.
 
-Whether it fits, `streamrl check` says.
+`streamrl check` says whether it fits.
 
-Invariant: what is printed is what a launch starts, but for ports given as 0 on one machine, which
-are chosen when it starts. It is text for a person, or JSON for a program.
+Invariant: what is printed is what a launch starts, except for ports given as 0 on one machine,
+which are chosen at the start. It is text for a person, or JSON for a program.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from streamrl.placement.plan import Device, Host, Plan, gib
 
 
 def tables(plan: Plan) -> Iterator[str]:
-    """Lines for each host: what it has, and each process with its devices and command.
+    """Yield lines for each host: its hardware, and each process with its devices and command.
 
-    The command stands on a line of its own, so that it can be copied.
+    A command has its own line, so that it can be copied.
     """
     yield f"{plan.config_file}: buffer.url {plan.config.buffer.url}, weights.address " + (
         plan.config.weights.address
@@ -44,7 +44,7 @@ def tables(plan: Plan) -> Iterator[str]:
 
 
 def as_json(plan: Plan) -> str:
-    """Processes with all that a launcher starts them with; addresses and hosts."""
+    """Processes with everything that a launcher needs to start them; addresses and hosts."""
     devices, hosts = ("index", "memory_bytes"), ("name", "address", "devices", "num_cores")
     content = {
         "config_file": str(plan.config_file),

@@ -1,4 +1,4 @@
-"""`streamrl replay`: train the recorded steps of a run again, without generators.
+"""`streamrl replay`: trains the recorded steps of a run again, without generators.
 
     streamrl replay RUN                    by its own settings: its checkpoints must come out
     streamrl replay RUN --set NAME=VALUE   other settings beside them, compared step by step
@@ -75,7 +75,7 @@ def _judge(report: ReplayReport, console: Console) -> None:
 
 
 def _table(report: ReplayReport) -> Table:
-    """Means over the steps, of each policy."""
+    """Means over the steps, for each policy."""
     table = Table(title=f"{len(report.steps)} steps after version {report.policy_version}")
     is_compared = any(step.changed is not None for step in report.steps)
     changed = ", ".join(report.settings)

@@ -1,13 +1,13 @@
-"""`streamrl report`: the summary of a run folder, and `report.html`, its page: what the run is, its
-result and its charts, what happened by the daemons' logs, samples.
+"""`streamrl report`: prints the summary of a run, and writes its page `report.html`: what the run
+is, its result, charts, events from the daemons' logs, and samples.
 
-Settings that are places of a machine (addresses, the folder of runs) are left out of the page,
-which is sent to others.
+Settings that name places of a machine (addresses, the folder of runs) are left out of the page,
+since it may be sent to others.
 
-Invariant: all that a model or a user wrote is data in a JSON block, in which no `<` occurs, and the
-script puts it into the page as text. The page is one file that runs its own script alone and loads
-nothing. Files are read a line at a time, and what is kept does not grow with them: at most
-NUM_EVENTS, the faults first; where there are too many points of metrics, two neighbors become one.
+Invariant: everything that a model or a user wrote is data in a JSON block, which contains no `<`,
+and the script puts it into the page as text. The page is one file that runs only its own script and
+loads nothing. Files are read line by line, and what is kept is bounded: at most NUM_EVENTS events,
+faults first; if there are too many points of a metric, two neighbors become one.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         path = write_page(config)
     except OSError:
-        # The summary of somebody else's run, whose folder is read-only, needs no page.
+        # In somebody else's read-only run folder, the summary is printed without a page.
         if not arguments.html:
             Console().print(summary(config))
         raise
@@ -68,17 +68,17 @@ def main(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def reported(config: RunConfig, arguments: argparse.Namespace, console: Console) -> Iterator[None]:
-    """Around a launch: `launch.json` says that it has begun, and how it has ended, for `streamrl
-    status`; page and summary follow."""
+    """Wrap a launch: note in `launch.json` that it has begun and how it has ended, for `streamrl
+    status`; then write the page and print the summary."""
     folder, options = config.run.path, options_of(arguments)
     note_launch(folder, Launch(options))
     try:
         yield
     except BaseException as error:
-        # Ctrl-C is none.
+        # Ctrl-C is no failure.
         failure = ErrorRecord.of(error).sentence if isinstance(error, Exception) else ""
         note_launch(folder, Launch(options, time.time(), failure))
-        # As a full disk would; the error that ended the launch is the one to be told.
+        # A full disk may fail this; report the error that ended the launch instead.
         with suppress(OSError):
             _summarize(config, console)
         raise
@@ -88,18 +88,18 @@ def reported(config: RunConfig, arguments: argparse.Namespace, console: Console)
 
 def _summarize(config: RunConfig, console: Console) -> None:
     write_page(config)
-    # Why it failed is the last that a launch says.
+    # The reason of the failure is the last line that a launch prints.
     console.print(summary(config, but="launch failed"))
 
 
 NUM_SAMPLES, NUM_PROMPTS, NUM_VERSIONS = 24, 8, 4
 _LONGEST = 8000
 _CHARTS = "uPlot-1.6.32"
-"""The library that draws the charts, as npm has it: https://www.npmjs.com/package/uplot."""
+"""The library that draws the charts, from npm: https://www.npmjs.com/package/uplot."""
 
 
 def write_page(config: RunConfig) -> Path:
-    """From the files of the run's folder; returns where it is."""
+    """Write the page from the files of the run's folder; return its path."""
     path = config.run.path / PAGE_FILE
     lines = read_metrics(config.run.path / METRICS_FILE, SUMMARY_METRICS)
     write_file(path, page(config.run.name, page_data(config, lines)))
@@ -110,7 +110,7 @@ def page(name: str, data: Mapping[str, Any]) -> str:
     style = _asset(f"{_CHARTS}/uPlot.min.css") + _asset("page.css")
     license_text = f"/*! {_asset(f'{_CHARTS}/LICENSE')} */\n"
     script = license_text + _asset(f"{_CHARTS}/uPlot.iife.min.js") + _asset("page.js")
-    # The element has a line break before and after the field.
+    # The script element has a line break before and after the field.
     digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
     shown = escape(printable(name))
     fields = {"name": shown, "style": style, "data": as_data_block(data), "script": script}
@@ -118,7 +118,7 @@ def page(name: str, data: Mapping[str, Any]) -> str:
 
 
 def as_data_block(data: Mapping[str, Any]) -> str:
-    """JSON that a `script` element holds as it stands: without `<`, so nothing in it ends it."""
+    """JSON that can stand in a `script` element: without `<`, so nothing in it ends the element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -127,12 +127,13 @@ def page_data(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> dict[str
     run = config.run.path
     points = read_points(run / METRICS_FILE)
     steps, versions = as_series(points), as_series(read_points(run / VALIDATION_FILE))
-    # In the lines of steps they stand at the step that came after them.
+    # Lines of steps have validations at the step that came after them.
     of_steps = {n: v for n, v in steps["metrics"].items() if not n.startswith("validation/")}
     overview, groups = _charts(config, [*of_steps, *versions["metrics"]])
     return {
         **about(config, summary_rows(config, lines)),
-        # The page that explains it is a name and no link, since the report is read elsewhere too.
+        # The page that explains a check is a name, not a link, since the report is read elsewhere,
+        # too.
         "checks": [
             {"holds": holds, "text": text, "page": f"docs/{page}"}
             for holds, text, page in checks(config, points)
@@ -149,7 +150,8 @@ def page_data(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> dict[str
 def _charts(
     config: RunConfig, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Those of the overview, and the others by group; a metric that none draws has its own."""
+    """The charts of the overview, and the others by group; a metric that no chart draws gets its
+    own."""
     rewards = {"reward/mean": "training", config.validation.watched_metric: "held-out"}
     series = {name: label for name, label in rewards.items() if name in names}
     reward = {"title": "Reward", "kind": "lines", "note": "", "height": 280, "series": series}
@@ -159,7 +161,7 @@ def _charts(
     groups = []
     for group in groups_of(names):
         charts = [_chart(chart, names) for chart in group.charts]
-        # Not twice what the overview has.
+        # Charts of the overview are not repeated.
         charts = [chart for chart in charts if not drawn.issuperset(chart["series"])]
         shown = drawn.union(*(chart["series"] for chart in charts))
         own = [n for n in names if n.startswith(f"{group.name}/") and n not in shown]
@@ -175,11 +177,11 @@ def _chart(chart: Chart, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _samples(run: Path) -> Iterator[dict[str, Any]]:
-    """Sections, each with its samples; of a validation what each version wrote for a prompt is one
+    """Yield sections, each with its samples; what all validated versions wrote for a prompt is one
     sample."""
     newest: dict[int, Sample] = {}
     for sample in newest_first(run):
-        # Siblings of one prompt are much alike: one of each.
+        # One sample per prompt, since siblings are much alike.
         newest.setdefault(sample.prompt_index, sample)
         if len(newest) == NUM_SAMPLES:
             break
@@ -205,7 +207,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
 
 
 def _of_versions(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The samples of one prompt as one, in which the responses stand side by side."""
+    """The samples of one prompt as one sample, with the responses side by side."""
     versions = [
         {
             "title": f"version {sample.step}, reward {sample.reward:.4g}",
@@ -225,8 +227,8 @@ def _of_versions(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _message(message: Message, sample: Sample) -> dict[str, Any]:
-    """The pieces of the tokens whose weights are known, as far as the text is shown, and the rest
-    of it, both without the markup of the chat template."""
+    """A message as pieces (tokens with known weights, as far as the text is shown) and the rest of
+    the text, both without the markup of the chat template."""
     pieces: list[tuple[str, float]] = []
     position = 0
     for length, weight in zip(message.token_lengths, message.weights, strict=False):
@@ -253,7 +255,8 @@ NUM_POINTS = 200
 
 @dataclass
 class Point:
-    """Consecutive lines as one: the last one's step and time, and sums of each metric."""
+    """Several consecutive lines as one point: step and time of the last, and sums of each
+    metric."""
 
     step: int
     time_s: float
@@ -280,7 +283,7 @@ class Point:
 
 
 def read_points(path: Path) -> list[Point]:
-    """At most 2 NUM_POINTS, each of as many lines but for the last one."""
+    """Read at most 2 NUM_POINTS points, each of equally many lines except the last."""
     points: list[Point] = []
     every = 1
     for line in read_lines(path):
@@ -296,8 +299,8 @@ def read_points(path: Path) -> list[Point]:
 
 
 def as_series(points: list[Point]) -> dict[str, Any]:
-    """Steps and times of the points, and of each metric the means, with the smallest and largest
-    values where a point stands for several lines; null where it was not measured."""
+    """Steps and times of the points, and for each metric the means, with smallest and largest
+    values if points stand for several lines; null if it was not measured."""
     names = dict.fromkeys(name for point in points for name in point.sums)
     is_band = any(point.num_lines > 1 for point in points)
     return {
@@ -318,7 +321,7 @@ def _values(points: list[Point], name: str, is_band: bool) -> dict[str, list[flo
 
 
 def _short(value: float) -> float:
-    """Four digits are more than a chart shows."""
+    """Round to four digits, which is more than a chart shows."""
     rounded = float(f"{value:.4g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
 
@@ -326,7 +329,7 @@ def _short(value: float) -> float:
 _PLACES = ("run.name", "run.folder", "model.path", "buffer.url", "weights.address", "cluster.")
 _SHOWN_ABOVE = ("data.source", "data.eval_source", "data.reward", "algorithm.preset")
 _OF_LAUNCH = {"validation.every": "auto"}
-"""What a launch writes where a person has set nothing."""
+"""Values that a launch writes if a person has set nothing."""
 _SENTENCES = ("launch failed", "learning", "failures", "scaling", "restarts")
 _OF_INTEGRITY = ("groups", "")
 _OF_STATE = ("steps", "time of the steps")
@@ -373,7 +376,7 @@ def _model(config: RunConfig) -> str:
 
 
 def _changed(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Settings by dotted name that a person has changed, but for those that stand above."""
+    """Settings that a person has changed, by dotted name, except those already shown above."""
     for name, value in leaves(config.shown(exclude_defaults=True)):
         is_above = name.startswith(_PLACES) or name in _SHOWN_ABOVE
         if not is_above and value != {} and _OF_LAUNCH.get(name) != value:
@@ -388,7 +391,8 @@ def _tile(name: str, text: str) -> dict[str, Any]:
 
 
 def checks(config: RunConfig, points: Sequence[Point]) -> Iterator[tuple[bool, str, str]]:
-    """Whether it held, what a run promises, and the page of the documentation that explains it."""
+    """Yield for each promise of a run whether it held, its text, and the documentation page that
+    explains it."""
     if (books := read_books(config.run.path)) is not None:
         equation = books_rows(books)[0][1]
         yield books.balanced, f"every group is accounted for: {equation}", "buffer.md#promises"
@@ -420,7 +424,7 @@ _STOPS = re.compile(r".*: draining|.*: done$|the run is over|drained")
 
 
 class PageEvent(NamedTuple):
-    """At a Unix time, of the daemon whose log has it."""
+    """An event at a Unix time, from the log of the daemon `role`."""
 
     time: float
     role: str
@@ -429,11 +433,11 @@ class PageEvent(NamedTuple):
 
 
 _Record: TypeAlias = tuple[float, str, str]
-"""Of a line: Unix time, level and text."""
+"""Unix time, level and text of a log line."""
 
 
 def read_events(run: Path) -> list[PageEvent]:
-    """In the order of their times."""
+    """The events of the logs, in order of time."""
     found = (event for log in sorted((run / "logs").glob("*.log")) for event in _events(log))
     kept = heapq.nsmallest(NUM_EVENTS, found, lambda e: (_ORDER.index(e.kind), -e.time))
     return sorted(kept, key=lambda event: event.time)
@@ -455,10 +459,10 @@ def _of_text(line: str) -> _Record | None:
         return None
     when, who, rest = found.groups()
     try:
-        # Logs have the local time of the machine.
+        # Logs use the machine's local time.
         time_s = datetime.fromisoformat(when).timestamp()
     except (ValueError, OverflowError):
-        # Somebody's code has printed it.
+        # The line was printed by some user's code.
         return None
     if who == "launcher:":
         return time_s, "error", rest

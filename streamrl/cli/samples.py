@@ -1,8 +1,8 @@
-"""`streamrl samples`: a pager of what a run has trained on, or of what validations have sampled.
+"""`streamrl samples`: a pager for what a run has trained on, or what validations have sampled.
 
-Newest first, through filters; of all validations the versions of a prompt side by side. JSON Lines
-where `--json` asks for them. What the model wrote reaches the terminal without its control
-characters, and without the markup of the chat template unless `--markup` asks for it.
+Samples come newest first and can be filtered; with all validations, the versions of a prompt stand
+side by side. `--json` prints JSON Lines. On the terminal, the model's texts are shown without
+control characters, and without the markup of the chat template unless `--markup` is given.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from streamrl.samples.files import (
 from streamrl.samples.record import POLICY, Sample, cut, printable
 
 _ANSWER, _SIDE_BY_SIDE = 60, 400
-"""Characters that are shown of an answer, and of a text beside others."""
+"""The most characters shown of an answer, and of a text beside others."""
 
 
 def rendered(sample: Sample, longest: int | None = None, *, markup: bool = False) -> Panel:
-    """Its verdict, facts, prompt and messages, with the chat template's tokens if `markup` says so;
-    texts longer than `longest` are cut."""
+    """A panel with a sample's verdict, facts, prompt and messages, with the chat template's tokens
+    if `markup`; texts longer than `longest` are cut."""
     sample = sample if markup else sample.without_markup()
     title = Text(f"step {sample.step}, prompt {sample.prompt_index}, reward {sample.reward:.4g}")
     parts = [
@@ -53,7 +53,7 @@ def rendered(sample: Sample, longest: int | None = None, *, markup: bool = False
 
 
 def _side_by_side(samples: Sequence[Sample], *, markup: bool) -> Iterator[Panel]:
-    """A panel for each prompt, with the response of each version, oldest first."""
+    """Yield a panel for each prompt, with each version's response, oldest first."""
     shown = (sample if markup else sample.without_markup() for sample in samples)
     for index, of_prompt in groupby(shown, key=lambda sample: sample.prompt_index):
         table = Table("version", "reward", "response", "", box=None, pad_edge=False)
@@ -67,7 +67,7 @@ def _side_by_side(samples: Sequence[Sample], *, markup: bool) -> Iterator[Panel]
 
 
 def verdict(sample: Sample) -> Iterator[str]:
-    """The answer that was expected, the one that was read, and each of several rewards."""
+    """The expected answer, the extracted one, and each of several rewards."""
     yield from expectation(sample)
     yield from readings(sample)
 
@@ -78,7 +78,8 @@ def expectation(sample: Sample) -> Iterator[str]:
 
 
 def readings(sample: Sample) -> Iterator[str]:
-    """What was extracted from the response, where a reward looks for something, and each reward."""
+    """The answer extracted from the response, if a reward looks for one, and each of several
+    rewards."""
     if sample.extracted is not None:
         yield f"extracted {_shown(sample.extracted or 'nothing', _ANSWER)}"
     if len(sample.rewards) > 1:
@@ -100,7 +101,7 @@ def facts(sample: Sample) -> Iterator[str]:
 
 
 def _shown(text: str, longest: int | None) -> str:
-    """Without control characters; the first and the last part of one that is too long."""
+    """A text without control characters; only its first and last part if it is too long."""
     return printable(text if longest is None else cut(text, longest))
 
 
@@ -134,7 +135,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _validated(run: Path, given: str) -> Sequence[Sample]:
-    """Of the version that is given, or of the newest."""
+    """The samples of the given validation, or of the newest."""
     files = _validations(run)
     if given == "newest":
         path = files[-1]
@@ -160,7 +161,7 @@ def _validations(run: Path) -> Sequence[Path]:
 
 
 def chosen(samples: Iterable[Sample], wanted: argparse.Namespace) -> list[Sample]:
-    """Of these, which come newest first, at most `limit` that match; no more than that are in
+    """At most `limit` of the samples that match (`samples` come newest first); no more are kept in
     memory."""
     found = matching(samples, wanted)
     if wanted.best:
@@ -171,7 +172,7 @@ def chosen(samples: Iterable[Sample], wanted: argparse.Namespace) -> list[Sample
 
 
 def matching(samples: Iterable[Sample], wanted: argparse.Namespace) -> Iterator[Sample]:
-    """Those that meet all that is wanted; both ends of a range belong to it."""
+    """Yield the samples that match all filters; ranges include both ends."""
     first, last = _steps(wanted.step)
     try:
         pattern = None if wanted.grep is None else re.compile(wanted.grep)

@@ -1,16 +1,16 @@
-"""`streamrl status`: one screen of a run, what is wrong with it first.
+"""`streamrl status`: one screen about a run, problems first.
 
     0  nothing is wrong: the run works, has finished or was stopped, or something is not there yet,
        for no longer than a start takes
     1  something is wrong: a sentence for each cause
     2  the target names no run
 
-`--follow` shows it again and again, as the live view of a launch, or prints lines; it waits for new
+`--follow` keeps showing it, like the live view of a launch, or prints lines; it waits for new
 steps, and ends with 0 when the learner has ended, with 130 at Ctrl-C.
 
-`--probe ROLE` is the probe of one daemon for Docker or Kubernetes: 0 for a healthy one. It imports
-no torch, and waits for the buffer a few seconds at most. A generator is healthy if its buffer has
-heard from it in time; a learner writes `learner.json` every second, whatever it computes.
+`--probe ROLE` is a probe of one daemon for Docker or Kubernetes: 0 if it is healthy. It imports no
+torch, and waits for the buffer at most a few seconds. A generator is healthy if it has reported to
+its buffer in time; a learner writes `learner.json` every second, whatever it computes.
 """
 
 import argparse
@@ -74,8 +74,8 @@ from streamrl.types.ranges import named_after_host
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known of the run; `lines` are the newest ones of its metrics, `books` what a buffer
-    that has ended wrote, and `config` is None of a URL."""
+    """What is known of the run; `lines` are the newest lines of its metrics, `books` what a buffer
+    wrote when it ended, and `config` is None if the target is a URL."""
 
     name: str
     reading: Reading
@@ -89,7 +89,7 @@ class RunStatus:
 
     @property
     def remaining(self) -> Mapping[str, float]:
-        """Of a run that goes on."""
+        """Estimates of the remaining time; {} unless the run goes on."""
         if self.config is None or not self._is_current or state_of(self.reading).has_ended:
             return {}
         run, checkpoint = self.config.run, self.config.learner.checkpoint
@@ -97,13 +97,14 @@ class RunStatus:
 
     @property
     def scaling(self) -> ScalingHint | None:
-        """Of the last step, if it was measured, and the run goes on like that or has ended."""
+        """The hint from the last step, if it was measured and the run still goes on like that or
+        has ended."""
         return scaling_hint(self.last_line) if self._is_current else None
 
     @property
     def _is_current(self) -> bool:
-        """Whether the last step tells how the run goes: it stands still if none has followed for
-        much longer than a step takes."""
+        """Whether the last step still shows how the run goes: not if no step has followed for much
+        longer than a step takes."""
         if state_of(self.reading).has_ended:
             return True
         longest_s = HEARTBEAT_TIMEOUT_S + 3 * (self.last_line.get("learner/step_s") or 0.0)
@@ -111,13 +112,13 @@ class RunStatus:
 
 
 def texts(status: RunStatus, without: Container[str] = ()) -> Iterator[Text]:
-    """The lines of a status: where the run is, what is wrong with it, what its parts do, but for
-    the rows of these names."""
+    """The lines of a status: progress, problems, what its parts do; without the rows named in
+    `without`."""
     reading = status.reading
     yield Text(printable(headline(status)), style="bold")
     for finding in diagnose(reading):
         yield Text(printable(f"! {finding.sentence}"), style="red")
-    # What a run does while something that it needs is not there yet.
+    # What the run does while something that it needs is missing.
     waits = "starting" if state_of(reading) is RunState.STARTING else "waiting"
     for absence in pending(reading):
         yield Text(printable(f"{waits}: {absence.sentence}"), style="yellow")
@@ -129,7 +130,7 @@ def texts(status: RunStatus, without: Container[str] = ()) -> Iterator[Text]:
 
 
 async def read_status(found: RunConfig | str) -> RunStatus:
-    """All that folder and buffer say; a buffer that does not answer is part of the reading."""
+    """Read folder and buffer; that a buffer does not answer is part of the reading."""
     if isinstance(found, str):
         stats, unreachable = await read_stats(found)
         reading = Reading(stall_s=RunSettings().stall_s, stats=stats, unreachable=unreachable)
@@ -146,12 +147,12 @@ async def read_status(found: RunConfig | str) -> RunStatus:
 
 
 def is_healthy(reading: Reading) -> bool:
-    """Whether what the run needs is there and nothing is wrong, or it has ended in order."""
+    """Whether nothing is missing or wrong, or the run has ended in order."""
     return not (diagnose(reading) or pending(reading))
 
 
 def verdict(status: RunStatus) -> str:
-    """That of a run in which nothing is wrong."""
+    """The verdict on a run in which nothing is wrong."""
     state = state_of(status.reading)
     learner = status.reading.learner
     is_done = state is RunState.FINISHED and learner is not None and not learner.ended_early
@@ -181,7 +182,7 @@ def headline(status: RunStatus) -> str:
 
 
 def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
-    """What buffer and learner do, as far as it is known."""
+    """Rows about what buffer and learner do, as far as known."""
     reading, config = status.reading, status.config
     stats, learner = reading.stats, reading.learner
     has_ended = state_of(reading).has_ended
@@ -190,7 +191,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "learner", _learner_row(learner, status)
         if not has_ended:
             yield "weights", _weights_row(learner)
-        # Beside what the learner does itself: it saves a checkpoint meanwhile.
+        # A row of its own, since the learner may save a checkpoint meanwhile.
         if learner.validating and reading.is_learner_reporting:
             yield "held-out", learner.validating
     elif stats is not None and (term := stats.books.learner_term):
@@ -216,7 +217,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def as_json(status: RunStatus) -> dict[str, Any]:
-    """The same for programs; `buffer` and `learner` are null if nothing is known of them."""
+    """The status for programs; `buffer` and `learner` are null if nothing is known of them."""
     reading, config = status.reading, status.config
     findings = diagnose(reading)
     return {
@@ -286,7 +287,7 @@ def _mirror_row(config: RunConfig) -> str:
 
 
 def failures_of(reading: Reading) -> str:
-    """The sentence about groups that failed; that of the learner once the buffer is gone."""
+    """The sentence about failed groups; the learner's own once the buffer is gone."""
     if reading.stats is not None:
         return failed_groups(reading.stats)
     return "" if reading.learner is None else reading.learner.failures
@@ -339,7 +340,8 @@ def _print(status: RunStatus, *, as_record: bool) -> int:
 
 
 def _print_lines(target: str) -> int:
-    """Waits for new lines in metrics.jsonl, also of a run that other machines write."""
+    """Print lines until the run has ended. Waits for new lines in metrics.jsonl, which another
+    machine may write."""
     console, read_s = Console(highlight=False), time.time()
     config = find_run(target)
     printer = LinePrinter(config, console)
@@ -355,7 +357,7 @@ def _print_lines(target: str) -> int:
 
 
 async def _follow(followed: "_Followed", interval_s: float) -> None:
-    """Waits for the end of the run; the last screen stays."""
+    """Show the live screen. Waits for the end of the run; the last screen stays."""
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
             live.update(await followed.draw(live.console.width), refresh=True)
@@ -365,8 +367,8 @@ async def _follow(followed: "_Followed", interval_s: float) -> None:
 
 
 class _Followed:
-    """A run that is read again and again. Invariant: a reading costs what the run has written since
-    the one before, and waits a few seconds for the buffer at most. Its configuration is that of its
+    """A run that is read repeatedly. Invariant: a reading costs only what the run has written since
+    the last one, and waits at most a few seconds for the buffer. The configuration is that of the
     newest launch.
 
     Raises:
@@ -382,7 +384,7 @@ class _Followed:
         self._earlier: deque[tuple[float, BufferStats]] = deque()
 
     async def draw(self, width: int) -> RenderableType:
-        """The screen; a run that cannot be read any more is shown as that."""
+        """Draw the screen; if the run can no longer be read, show the error."""
         lines = [numbers_of(line) for line in self._metrics.read()] if self._metrics else []
         lines = [line for line in lines if isinstance(line.get("step"), int)]
         try:
@@ -396,7 +398,7 @@ class _Followed:
         table = self._generators(status.reading.stats, width)
         if isinstance(found, str):
             return Group(*texts(status), table)
-        # Below they stand with the training reward.
+        # The lower part of the screen shows them with the training reward.
         said = texts(status, without=("held-out", "steps"))
         return screen(said, found, lines, table)
 
@@ -407,7 +409,7 @@ class _Followed:
         return self._found
 
     def _generators(self, stats: BufferStats | None, width: int) -> RenderableType:
-        """Shares of their time are those since about _SHARES_S ago."""
+        """The table of generators; `busy` covers about the last _SHARES_S."""
         if stats is None or not stats.generators:
             return Group()
         now_s = time.monotonic()
@@ -419,17 +421,17 @@ class _Followed:
 
 
 def _has_ended(reading: Reading) -> bool:
-    """Whether the learner of the newest launch says so: one that only fell silent may be started
-    again."""
+    """Whether the learner of the newest launch reports the end; one that only fell silent may be
+    restarted."""
     is_finished = state_of(reading) is RunState.FINISHED
     return reading.is_over and (is_finished or not reading.is_relaunched)
 
 
 async def _fault(config: RunConfig, role: str, given: str | None) -> str:
-    """What is wrong, as a sentence, or "".
+    """What is wrong with a daemon, as a sentence; "" if nothing is.
 
     Raises:
-        ConfigError: a generator without an id.
+        ConfigError: no id is given for a generator.
     """
     if role == "learner":
         reading = read_folder(config)

@@ -1,14 +1,16 @@
-"""The metrics of a run: what there is, how it is merged, and those of the buffer, from its stats.
+"""The metrics of a run: which exist, how they are merged, and those that come from the buffer's
+stats.
 
-`catalogue.csv` has a metric a line: its name, its unit, its meaning, and how it is merged, with the
-names of `Merge` and `Writer`. A name may have placeholders in braces. Those of `CLOSED` stand for a
-few words each, those of `OPEN` for names that users choose. Names of rollout importance sampling
-are those of verl; its values are before bound and veto, but those `applied`.
+`catalogue.csv` has one metric per line: name, unit, meaning, how it is merged and who reports it
+(by the names of `Merge` and `Writer`). A name may have placeholders in braces: those in `CLOSED`
+stand for a few fixed words each, those in `OPEN` for names that users choose. Metrics of rollout
+importance sampling have verl's names; their values are taken before bound and veto, except those
+named `applied`.
 
-Invariant: a metric that StreamRL reports has a row, and one alone; a name without one is of the
-user's own code. Of rows with open placeholders the first that fits counts. How a metric is merged
-follows from its row. Those of the buffer have the same names at every step, so a table of them has
-no gaps; counts are running totals, lengths those of a window of steps.
+Invariant: every metric that StreamRL reports has exactly one row; a name without a row comes from
+the user's code. If several rows with open placeholders match, the first counts. A metric is merged
+as its row says. The buffer's metrics have the same names at every step, so a table of them has no
+gaps; its counts are running totals, its lengths those of a window of steps.
 """
 
 import csv
@@ -36,7 +38,7 @@ from streamrl.types import (
 )
 
 STALENESS_EDGES = (0, 1, 2, 4, 8)
-"""The largest staleness of each bucket but the last one, which has no largest."""
+"""The largest staleness of each bucket except the last, which is unbounded."""
 STALENESS_BUCKETS = ("0", "1", "2", "3_4", "5_8", "9_plus")
 
 QUANTILES: Mapping[str, float] = {"p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
@@ -66,10 +68,10 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class Merge(StrEnum):
-    """How the parts of a metric become one: over micro-batches, ranks, generators or episodes.
+    """How the parts of a metric are merged: over micro-batches, ranks, generators or episodes.
 
-    Over the updates of a step `SUM`, `MAX` and `MIN` are what they say, and of all others it is the
-    mean of the updates that were made.
+    Over the updates of a step, `SUM`, `MAX` and `MIN` apply as well; all others become the mean of
+    the updates that were made.
     """
 
     TOKENS = "mean over tokens"
@@ -108,27 +110,28 @@ class Metric:
     """One plain sentence."""
     writer: Writer
     absent: float | None = None
-    """Its value in an update that does not report it; None where such an update has none."""
+    """Its value in an update that does not report it; None if such an update counts as having
+    none."""
 
     @property
     def group(self) -> str:
-        """What the name begins with; "" for the time of a line."""
+        """The group with which the name begins; "" for the time of a line."""
         return self.name.rpartition("/")[0].partition("/")[0]
 
     @property
     def is_open(self) -> bool:
-        """Whether users choose a part of the name."""
+        """Whether users choose part of the name."""
         return not set(OPEN).isdisjoint(_PLACEHOLDER.findall(self.name))
 
     def names(self) -> Iterator[str]:
-        """Every name that it stands for, with the placeholders of `OPEN` as they are."""
+        """Yield every name that it stands for; placeholders of `OPEN` stay."""
         closed = [name for name in _PLACEHOLDER.findall(self.name) if name in CLOSED]
         as_they_are = {name: f"{{{name}}}" for name in OPEN}
         for words in product(*(CLOSED[name] for name in closed)):
             yield self.name.format(**as_they_are, **dict(zip(closed, words, strict=True)))
 
     def pattern(self) -> re.Pattern[str]:
-        """Of the whole names that it stands for."""
+        """A pattern for the whole names that it stands for."""
         closed = {name: "|".join(map(re.escape, words)) for name, words in CLOSED.items()}
         known = {**OPEN, **closed}
         parts = enumerate(_PLACEHOLDER.split(self.name))
@@ -142,7 +145,7 @@ OWN = Metric(
     "What a loss of your own reports: made by `token_mean`, which adds up.",
     Writer.POLICY,
 )
-"""The row of names that are in no other."""
+"""The row of names that match no other row."""
 
 
 def _rows() -> Iterator[Metric]:
@@ -162,14 +165,14 @@ _PATTERNS = tuple((row.pattern(), row) for row in CATALOGUE if row.is_open)
 
 @lru_cache(maxsize=2**14)
 def find(name: str) -> Metric:
-    """The row of a metric; `OWN` for a name that only users' code can have given."""
+    """The row of a metric; `OWN` for a name that only users' code can have."""
     if row := _EXACT.get(name):
         return row
     return next((row for pattern, row in _PATTERNS if pattern.fullmatch(name)), OWN)
 
 
 def metric(name: str) -> Metric:
-    """The row of a metric of StreamRL's own.
+    """The row of one of StreamRL's metrics.
 
     Raises:
         KeyError: there is none.
@@ -210,16 +213,16 @@ def buffer_metrics(stats: BufferStats) -> dict[str, float]:
 
 
 MAX_NAMED_GENERATORS = 64
-"""More than these have no columns of their own in the line of a step: a thousand would be most of
-every file and dashboard of a run."""
+"""If there are more generators, they get no columns in the line of a step: a thousand would fill
+most of every file and dashboard."""
 
 
 def generator_metrics(stats: BufferStats) -> dict[str, float]:
-    """Those of each generator that reports."""
+    """The metrics of each generator that reports."""
     generators = stats.generators
     return {
         **{
-            # A NaN is not measured.
+            # NaN means not measured.
             f"generator/{g.generator_id}/tokens_per_s": g.tokens_per_s if g.num_tokens else math.nan
             for g in generators
         },
@@ -232,8 +235,8 @@ def generator_metrics(stats: BufferStats) -> dict[str, float]:
 
 
 def reward_metrics(stats: BufferStats, rewards: Iterable[str]) -> dict[str, float]:
-    """Groups that each of these rewards did not score, in the generators that report now, each
-    since it was started."""
+    """Groups that each of these rewards failed to score, over the generators that report now, each
+    since its start."""
     failed = Counter(dict.fromkeys(rewards, 0))
     for generator in stats.generators:
         failed.update({found.reward: found.num_failures for found in generator.failed_rewards})
@@ -241,9 +244,10 @@ def reward_metrics(stats: BufferStats, rewards: Iterable[str]) -> dict[str, floa
 
 
 def staleness_metrics(headers: Sequence[GroupHeader], policy_version: int) -> dict[str, float]:
-    """Versions between each group's furthest token, older or newer, and the version that trains it,
-    and how many groups are in each bucket. `staleness_min` is that of the newest token: below 0
-    where the learner went back and trains groups of the versions that it makes again."""
+    """Distances in versions between each group's furthest token (older or newer) and the version
+    that trains it, and the number of groups in each bucket. `staleness_min` is the distance of the
+    newest token, negative if the learner went back and trains groups of versions that it makes
+    again."""
     distances = [
         max(policy_version - header.oldest_version, header.newest_version - policy_version)
         for header in headers
@@ -261,9 +265,9 @@ def staleness_metrics(headers: Sequence[GroupHeader], policy_version: int) -> di
 
 
 def fairness_metrics(lengths: ResponseLengths) -> dict[str, float]:
-    """The lengths in tokens of the responses of a window, by outcome; 0 where there is none.
+    """Response lengths in tokens over a window, by outcome; 0 if there are none.
 
-    The fractions are of the tokens that were trained or dropped in the window.
+    Fractions are relative to the tokens that were trained or dropped in the window.
     """
     outcomes = {
         "sampled": lengths.sampled,

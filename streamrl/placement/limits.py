@@ -1,7 +1,7 @@
-"""What a model's own configuration rules out: lengths, and ranks that would share it.
+"""What a model's own configuration rules out: lengths, and ways of sharing it among ranks.
 
-Learner and engine ask with the facts of transformers, `streamrl check` with those of config.json;
-a fact that is missing there rules out nothing.
+Learner and engine pass the facts of transformers' configuration, `streamrl check` those of
+config.json; a missing fact rules out nothing.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 from streamrl.errors import ConfigError
 
 Facts = Mapping[str, Any]
-"""Of config.json, by transformers' names."""
+"""Values of config.json, by transformers' names."""
 
 _NAMES = (
     "model_type",
@@ -29,10 +29,10 @@ _ATTENTION_LAYERS = frozenset({"full_attention", "attention", "sliding_attention
 _ROPES_OF_THE_ROW = frozenset({"longrope", "dynamic"})
 """Position embeddings that depend on the longest trajectory of a row, not on the token's place."""
 _CACHES = frozenset({"minimax", "rwkv", "xlstm"})
-"""Models with a cache of their own."""
+"""Models that have their own kind of cache."""
 _INEXACT = frozenset({"doge", "nemotron_h", "recurrent_gemma", "zamba2"})
-"""Models that compute something else from transformers' cache than without one; those that choose
-the keys of a token by an index do, too."""
+"""Models whose results with transformers' cache differ from those without; the same holds for
+models that choose the keys of a token by an index."""
 _STATEFUL = frozenset(
     {
         *("bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid"),
@@ -42,18 +42,18 @@ _STATEFUL = frozenset(
         *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
     }
 )
-"""By `model_type`, models with layers that carry a state from token to token."""
+"""Model types with layers that carry a state from token to token."""
 LIGER_FAMILIES = frozenset(
     {
         *("exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense"),
         *("llama", "ministral", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3"),
     }
 )
-"""By `model_type`, those whose gradients with Liger's kernels are known to be the plain ones."""
+"""Model types whose gradients with Liger's kernels are known to equal the plain ones."""
 
 
 def facts_of(config: object) -> Facts:
-    """Of transformers' configuration of a language model."""
+    """The facts of a transformers configuration of a language model."""
     return {name: getattr(config, name, None) for name in _NAMES}
 
 
@@ -61,7 +61,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 
 
 def num_experts(facts: Facts) -> int:
-    """Of each layer that has some; 1 for a model without."""
+    """Experts in each layer that has any; 1 for a model without."""
     return max(1, *(facts.get(name) or 1 for name in _NUM_EXPERTS))
 
 
@@ -75,14 +75,15 @@ def require_experts(facts: Facts, setting: str) -> None:
 
 
 def expert_bytes(facts: Facts) -> int:
-    """Of a token's experts in all layers, as they are recorded; 0 for a model without."""
+    """Bytes of a token's recorded experts in all layers; 0 for a model without."""
     num_taken = facts.get("num_experts_per_tok") or facts.get("moe_k") or 0
     id_bytes = 1 if num_experts(facts) <= 2**8 else 2
     return id_bytes * int(num_taken) * int(facts.get("num_hidden_layers") or 0)
 
 
 def carries_state(facts: Facts) -> bool:
-    """Whether layers carry a state from token to token: recurrent ones, and linear attention."""
+    """Whether layers carry a state from token to token, as recurrent layers and linear attention
+    do."""
     is_linear = "linear_attention" in (facts.get("layer_types") or ())
     return is_linear or facts.get("model_type") in _STATEFUL
 
@@ -97,8 +98,8 @@ def require_compilable(family: object, *, has_state: bool) -> None:
 
 
 def why_without_liger(family: object, num_tensor: int) -> str | None:
-    """Why layers of this `model_type`, divided among so many ranks, have none of Liger's kernels;
-    None if they may."""
+    """Why layers of this `model_type`, divided among `num_tensor` ranks, cannot use Liger's
+    kernels; None if they can."""
     if family not in LIGER_FAMILIES:
         return f"its kernels are not known to compute {family} as transformers does"
     if num_tensor != 1:
@@ -107,7 +108,7 @@ def why_without_liger(family: object, num_tensor: int) -> str | None:
 
 
 def require_liger(why_not: str | None) -> None:
-    """Raise ConfigError if there is a reason against it."""
+    """Raise ConfigError if there is a reason against Liger's kernels."""
     if why_not is not None:
         raise ConfigError(
             f"learner.liger_layers: was true, and {why_not}; auto takes what can be used"
@@ -139,7 +140,7 @@ def require_shared_tokens(facts: Facts, size: int, num_tensor: int = 1, *, has_s
 
 
 def require_shared_matrices(facts: Facts, size: int) -> None:
-    """Raise ConfigError if so many ranks do not divide the heads or the columns of the model."""
+    """Raise ConfigError if `size` does not divide the heads or the MLP columns of the model."""
     counts = {
         "attention heads": facts.get("num_attention_heads"),
         "key-value heads": facts.get("num_key_value_heads"),
@@ -154,8 +155,8 @@ def require_shared_matrices(facts: Facts, size: int) -> None:
 
 
 def require_undivided_images(facts: Facts, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError if ranks would share the tokens or the matrices of a model that sees
-    images; `sizes` are those of each axis of the mesh."""
+    """Raise ConfigError if ranks would share the tokens or matrices of a model that sees images;
+    `sizes` are the sizes of the mesh's axes."""
     for axis, size in sizes.items():
         if size > 1:
             raise ConfigError(
@@ -166,7 +167,7 @@ def require_undivided_images(facts: Facts, sizes: Mapping[str, int]) -> None:
 
 def require_decoding(facts: Facts, max_model_len: int) -> None:
     """Raise ConfigError if engine hf would not give the log-probabilities of a forward pass, or not
-    of so long sequences."""
+    for sequences of this length."""
     kind = facts.get("model_type")
     if kind in _CACHES | _INEXACT or facts.get("index_topk"):
         reason = "which has a cache of its own" if kind in _CACHES else "whose cache is inexact"
@@ -191,7 +192,8 @@ def require_length(facts: Facts, longest: int) -> None:
 
 
 def rope_limits(facts: Facts) -> dict[str, float]:
-    """By the kind of position embedding: the length beyond which a row's depends on its others."""
+    """By kind of position embedding, the length beyond which a token's embedding depends on the
+    other tokens of the row."""
     longest = facts.get("max_position_embeddings") or inf
     own = facts.get("original_max_position_embeddings") or longest
     otherwise = {"dynamic": longest, "longrope": own}

@@ -1,10 +1,10 @@
-"""How much memory the processes of a plan need on their GPUs, before anything runs.
+"""Estimates how much memory the processes of a plan need on their GPUs, before anything runs.
 
-`ModelShape`: the sizes of a model that memory follows from. The parameters are counted in the
-headers of its files; their division into layers, and all of them where there are no such files,
-follow from config.json as transformers has it for decoders like Llama's.
+`ModelShape`: the sizes of a model that determine its memory. Parameters are counted in the headers
+of its files. Their division into layers (and all of them if there are no files) follows from
+config.json, read as transformers reads it for decoders like Llama's.
 
-`LearnerMemory`: of a rank of the learner, as the learner allocates it.
+`LearnerMemory`: the memory of a learner's rank, as the learner allocates it.
 
     weights, gradients, AdamW   4 + 4 + 8 bytes a trained parameter, divided by the ranks that
                                 shard (ZeRO, arXiv 1910.02054, section 3.1; here all is float32)
@@ -13,7 +13,7 @@ follow from config.json as transformers has it for decoders like Llama's.
                                 in arXiv 2205.05198, section 4.1, for RMS norms, a gated MLP, and
                                 attention that keeps no scores
 
-`engine_need`: of an engine; one of HF takes a second copy of the weights for updates.
+`engine_need`: the memory of an engine; HF's takes a second copy of the weights for updates.
 
     weights      in `generator.dtype`, divided by the GPUs that share each matrix, or the layers
     KV cache     2 x layers x heads x width x bytes a token (PagedAttention, arXiv 2309.06180,
@@ -22,10 +22,10 @@ follow from config.json as transformers has it for decoders like Llama's.
                  case, `max_num_seqs` of them at most
 
 `Fit`: whether what is placed on a GPU fits there. vLLM and SGLang fill a fraction of a GPU, by
-default nearly all; where they share one with others that fraction is what the others leave.
+default nearly all; if they share it, the plan sets the fraction to what the others leave.
 
-Invariant: pure; refused is only what shapes and settings make certain. Activations, blocks of
-logits and the driver's own memory are rough.
+Invariant: pure; only what shapes and settings make certain is refused. Activations, blocks of
+logits and the driver's own memory are rough estimates.
 """
 
 import math
@@ -56,35 +56,37 @@ _NUM_SPECIAL_TOKENS = 4
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Widths are those of all heads together."""
+    """The sizes of a model; widths are those of all heads together."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """That a token passes: of its experts, where there are some."""
+    """The MLP width that a token passes through: that of its experts, if there are any."""
     query_width: int
     key_value_width: int
     num_key_value_heads: int
     vocab_size: int
     num_embeddings: int
-    """Parameters of the embedding and of an LM head of its own."""
+    """Parameters of the embedding and of an untied LM head."""
     num_parameters: int
     num_growing_layers: int
-    """Whose keys and values grow with the sequence: not those that look through a window or carry a
+    """Layers whose keys and values grow with the sequence: not those with a sliding window or a
     state."""
     latent_width: int
-    """What multi-head latent attention keeps of a token, whole on each device; 0 without it."""
+    """The values that multi-head latent attention keeps per token, whole on each device; 0 without
+    it."""
 
     def kv_bytes_per_token(self, dtype_bytes: int, tensor_parallel: int = 1) -> int:
-        """Keys and values of one token on one of the devices that share the heads, at least; a
-        device has one head at least."""
+        """The least bytes for keys and values of one token on one of the devices that share the
+        heads; a device has at least one head."""
         heads = -(-self.num_key_value_heads // tensor_parallel)
         width = self.key_value_width // self.num_key_value_heads
         return self.num_growing_layers * (self.latent_width or 2 * heads * width) * dtype_bytes
 
     @classmethod
     def of(cls, config: RunConfig) -> "ModelShape | None":
-        """Of the run's model; None where it is not on this machine, or is of another kind."""
+        """The shape of the run's model; None if it is not on this machine, or is of another
+        kind."""
         model = config.model
         if model.missing is not None:
             return cls.of_facts(recipe_facts(model.missing))
@@ -92,13 +94,13 @@ class ModelShape:
 
     @classmethod
     def of_critic(cls, config: RunConfig) -> "ModelShape | None":
-        """Of the model that the critic begins as."""
+        """The shape of the model that the critic starts from."""
         own = config.algorithm.value.model_path
         return cls._of_folder("algorithm.value.model_path", own) if own else cls.of(config)
 
     @classmethod
     def of_teachers(cls, config: RunConfig) -> "tuple[ModelShape | None, ...]":
-        """Of the teachers in the learner."""
+        """The shapes of the teachers in the learner."""
         settings = config.algorithm.distillation
         paths = [teacher.path for teacher in settings.in_learner] if settings else []
         return tuple(
@@ -115,8 +117,8 @@ class ModelShape:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any], num_parameters: int = 0) -> "ModelShape":
-        """Of the content of config.json; the parameters are counted by it where they are 0. Raises
-        KeyError if a size is missing."""
+        """The shape from the content of config.json, which also gives the number of parameters if
+        that is 0. Raises KeyError if a size is missing."""
         hidden = _size(facts, "hidden_size", "n_embd")
         heads = _size(facts, "num_attention_heads", "n_head")
         key_value_heads = facts.get("num_key_value_heads") or heads
@@ -129,7 +131,7 @@ class ModelShape:
         num_layers = _size(facts, "num_hidden_layers", "n_layer")
         kinds = facts.get("layer_types") or num_layers * ["attention"]
         if not facts.get("layer_types") and carries_state(facts):
-            kinds = []  # It is not known which of them.
+            kinds = []  # Which layers carry the state is unknown.
         latent = facts.get("kv_lora_rank") or 0
         shape = cls(
             num_layers=num_layers,
@@ -147,7 +149,8 @@ class ModelShape:
         return shape if num_parameters else shape._counted(facts)
 
     def _counted(self, facts: Mapping[str, Any]) -> "ModelShape":
-        """With the parameters of gated MLPs (three matrices), attention and two norms a layer."""
+        """The shape with its parameters counted: gated MLPs (three matrices), attention and two
+        norms per layer."""
         attention = 2 * self.hidden_size * (self.query_width + self.key_value_width)
         width = self.intermediate_size * num_experts(facts) // _num_active(facts)
         layer = attention + 3 * self.hidden_size * width + 2 * self.hidden_size
@@ -168,7 +171,7 @@ def _num_active(facts: Mapping[str, Any]) -> int:
 
 def recipe_facts(recipe: RecipeSettings) -> Mapping[str, Any]:
     return {
-        # Of an architecture of one's own it is not known before it is made.
+        # The type of a user's own architecture is unknown before the model is made.
         "model_type": LLAMA if recipe.architecture == LLAMA else None,
         "hidden_size": recipe.hidden_size,
         "intermediate_size": recipe.intermediate_size,
@@ -183,24 +186,26 @@ _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 _FLOAT32, _MOMENTS = 4, 8
 _SEND_BUFFERS = 2
 _LOGIT_BLOCK_BYTES = 3 * 4 * 2**26
-"""Of token_logprobs on a GPU: 2^26 logits in float32, and as much for two intermediate results."""
+"""Memory of token_logprobs on a GPU: 2^26 logits in float32, and as much for each of two
+intermediate results."""
 _DRIVER = MemoryPart("CUDA and libraries", 2**30, is_certain=False)
 """Roughly what CUDA, cuBLAS and NCCL take in one process."""
 
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Of one rank among `num_ranks`; the first one (`sends`) has the buffers of the weights."""
+    """The memory of one rank among `num_ranks`; the first one (`sends`) has the buffers for sending
+    weights."""
 
     config: RunConfig
     shape: ModelShape
     num_ranks: int
     sends: bool = True
     critic: ModelShape | None = None
-    """None: the policy's."""
+    """None if it is the policy's shape."""
 
     def need(self) -> Need:
-        """At the peak of a step; loading takes less."""
+        """The need at the peak of a step; loading takes less."""
         return Need.of((*self._held(), *self._step(), _DRIVER), self._remedies())
 
     @property
@@ -211,8 +216,9 @@ class LearnerMemory:
 
     @property
     def _parameters(self) -> tuple[int, int]:
-        """How many are float32 masters, and how many are in the compute dtype alone: what is
-        frozen of a model in bfloat16, which is not seen from here."""
+        """The numbers of parameters that are float32 masters, and that exist only in the compute
+        dtype. The latter are the frozen weights beside an adapter; that the model itself is in
+        bfloat16 cannot be seen here, so `learner.dtype` decides."""
         learner, total = self.config.learner, self.shape.num_parameters
         if learner.lora is None or learner.dtype != "bfloat16":
             return total, 0
@@ -228,7 +234,7 @@ class LearnerMemory:
         return _SIZES[self.config.learner.dtype]
 
     def _held(self) -> Iterator[MemoryPart]:
-        """Between the steps."""
+        """The memory held between steps."""
         learner, algorithm = self.config.learner, self.config.algorithm
         total = self.shape.num_parameters
         critic = (self.critic or self.shape).num_parameters if algorithm.needs_values else 0
@@ -265,19 +271,20 @@ class LearnerMemory:
             yield MemoryPart("teachers", self._shard(size * sum(counts)))
 
     def on_host(self, *, on_cpu: bool) -> tuple[MemoryPart, ...]:
-        """What `algorithm.rescore_share` and teachers take of the host's memory; `on_cpu`: the
-        learner has no GPU."""
+        """The host memory that `algorithm.rescore_share` and teachers take; `on_cpu`: the learner
+        has no GPU."""
         parts: tuple[MemoryPart, ...] = ()
         num_versions = self.config.buffer.largest_staleness
         if self.config.algorithm.rescore_share and num_versions:
-            # The newest weights, too, while an older version scores.
+            # The newest weights are copied, too, while an older version scores.
             copies = (num_versions + 1) * self._shard(_FLOAT32 * self.num_trained)
             parts = (MemoryPart("copies for rescore_share", copies),)
         is_there = on_cpu or self.config.learner.offload.reference
         return (*parts, *self._teachers()) if is_there else parts
 
     def _step(self) -> tuple[MemoryPart, ...]:
-        """Of a pass, or of the update where its moments come from the host then."""
+        """The memory of the larger pass, or of the update if its moments then come from the host
+        and are larger."""
         passing = max(map(tuple, self._passes()), key=lambda parts: sum(p.num_bytes for p in parts))
         offload = self.config.learner.offload
         moments = self._shard(_MOMENTS * self.num_trained) if offload.optimizer else 0
@@ -286,7 +293,7 @@ class LearnerMemory:
         return passing
 
     def _passes(self) -> Iterator[Iterator[MemoryPart]]:
-        """Of the policy and of the critic, which come one after the other."""
+        """The memory of the policy's pass and of the critic's, which follow each other."""
         tokens = self.config.learner.max_tokens_per_micro_batch
         yield self._pass(self.shape, tokens)
         if self.config.algorithm.needs_values:
@@ -329,10 +336,10 @@ class LearnerMemory:
 
 
 def activation_bytes(shape: ModelShape, dtype_bytes: int, tensor: int = 1) -> int:
-    """Of one token in one decoder layer, with `tensor` ranks that share its matrices.
+    """Bytes that one token keeps in one decoder layer, with `tensor` ranks that share its matrices.
 
-    Two norms keep their input and its normalized form in float32, and their result; queries, keys,
-    values and the output of attention; four times the width of the MLP.
+    Kept are the input, the normalized input (both float32) and the result of two norms; queries,
+    keys, values and the output of attention; four times the width of the MLP.
     """
     norms = 2 * shape.hidden_size * (2 * _FLOAT32 + dtype_bytes)
     attention = 2 * shape.query_width + 2 * shape.key_value_width
@@ -340,7 +347,7 @@ def activation_bytes(shape: ModelShape, dtype_bytes: int, tensor: int = 1) -> in
 
 
 def adapter_size(shape: ModelShape, lora: LoraSettings) -> int:
-    """Parameters of the two factors of each matrix that gets some."""
+    """Parameters of an adapter: the two factors of each matrix that has one."""
     h, q = shape.hidden_size, shape.query_width
     kv, i = shape.key_value_width, shape.intermediate_size
     widths = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
@@ -350,8 +357,8 @@ def adapter_size(shape: ModelShape, lora: LoraSettings) -> int:
 
 
 def engine_need(generator: GeneratorSettings, shape: ModelShape, max_model_len: int) -> Need:
-    """Of the engine of a generator, or of the validator with its own settings; `max_model_len` is
-    the run's."""
+    """The need of a generator's engine, or of the validator's with its own settings;
+    `max_model_len` is the run's."""
     engine, size = generator.engine, _SIZES[generator.dtype]
     tensor, layers = tensor_parallel_size(generator), pipeline_parallel_size(generator)
     weights = shape.num_parameters * size // (tensor * layers)
@@ -372,8 +379,8 @@ def engine_need(generator: GeneratorSettings, shape: ModelShape, max_model_len: 
 
 
 def fraction_of(generator: GeneratorSettings) -> tuple[str, float | None]:
-    """The setting that says how much of a GPU an engine takes, "" for one that has none, and what
-    a person has set it to."""
+    """The setting for the fraction of a GPU that an engine takes ("" if it has none), and the value
+    that a person has set."""
     match generator.engine:
         case "vllm":
             name, given = "gpu_memory_utilization", generator.vllm.gpu_memory_utilization
@@ -386,16 +393,16 @@ def fraction_of(generator: GeneratorSettings) -> tuple[str, float | None]:
 
 _USABLE = 0.9
 _STATIC = 0.85
-"""Of SGLang's part, what its fraction is of: activations and CUDA graphs come on top."""
+"""The share of SGLang's memory that its setting covers: activations and CUDA graphs come on top."""
 
 
 class DoesNotFitError(ConfigError):
-    """A GPU has certainly less memory than the processes on it need."""
+    """A GPU certainly has less memory than the processes on it need."""
 
 
 class _Use(NamedTuple):
-    """Bytes that a seat takes of a GPU in any case, and by the estimate; an engine that
-    `is_open` gets the fraction that the others leave."""
+    """The bytes of a GPU that a seat takes in any case (`least`) and by the estimate (`likely`). An
+    engine that `is_open` gets the fraction that the others leave."""
 
     seat: Seat
     need: Need | None
@@ -410,7 +417,7 @@ class _Use(NamedTuple):
 
 @dataclass(frozen=True)
 class _Gpu:
-    """One that is used, and by whom."""
+    """A GPU that is used, and its uses."""
 
     host: Host
     device: Device
@@ -426,7 +433,7 @@ class _Gpu:
 
     @property
     def open_fraction(self) -> float:
-        """What each engine without a fraction of its own gets."""
+        """The fraction for each engine whose fraction is not set."""
         memory_bytes = self.device.memory_bytes
         if not memory_bytes or self.uses[0].need is None:
             return _USABLE / len(self.uses)
@@ -438,8 +445,8 @@ class _Gpu:
 
 @dataclass(frozen=True)
 class Fit:
-    """Of all seats of a run on the GPUs of its hosts; `shape` is None for a model that is not
-    here, of which nothing is known, and `critic` for one like the policy's."""
+    """Whether the seats of a run fit on the GPUs of its hosts. `shape` is None if the model is not
+    here, so nothing is known; `critic` is None if it is like the policy's."""
 
     config: RunConfig
     seats: Sequence[Seat]
@@ -447,7 +454,8 @@ class Fit:
     critic: ModelShape | None = None
 
     def need(self, seat: Seat, position: int = 0) -> Need | None:
-        """Of a seat on its GPU at this position; None where it has none, or nothing is known."""
+        """The need of a seat on its GPU at this position; None if it has no GPU, or nothing is
+        known."""
         if self.shape is None or not seat.devices or not seat.host.is_counted:
             return None
         if seat.role == "learner":
@@ -457,8 +465,8 @@ class Fit:
         return engine_need(self._generator(seat), self.shape, self.config.max_model_len)
 
     def overrides(self, seat: Seat) -> Mapping[str, str]:
-        """The fraction of each GPU that the engine of a seat takes, if it shares one and no person
-        has set it."""
+        """The setting for the fraction of a GPU that a seat's engine takes, if it shares one and no
+        person has set it."""
         name, given = self._fraction(seat)
         if not name or given is not None or not seat.host.is_counted:
             return {}
@@ -470,7 +478,7 @@ class Fit:
         return {name: f"{max(0.01, math.floor(100 * part) / 100):.2f}"}
 
     def require(self) -> None:
-        """Raise DoesNotFitError if a GPU has to hold what is certainly more than it has."""
+        """Raise DoesNotFitError if the certain needs on a GPU exceed its memory."""
         for gpu in self._gpus.values():
             memory_bytes = gpu.device.memory_bytes
             if not memory_bytes or sum(use.least for use in gpu.uses) <= memory_bytes:
@@ -485,7 +493,7 @@ class Fit:
             )
 
     def warnings(self) -> Iterator[Finding]:
-        """What may not fit, by the estimate."""
+        """Warn of GPUs whose memory may not suffice, by the estimate."""
         for gpu in self._gpus.values():
             memory_bytes, total = gpu.device.memory_bytes, sum(use.likely for use in gpu.uses)
             if total > memory_bytes > 0:
@@ -502,7 +510,7 @@ class Fit:
 
     @cached_property
     def _gpus(self) -> Mapping[tuple[str, int], _Gpu]:
-        """Those that are used, by their host's name and their position there."""
+        """The used GPUs, by host name and position on the host."""
         found: dict[tuple[str, int], _Gpu] = {}
         for seat in self.seats:
             host = seat.host
@@ -523,5 +531,5 @@ class Fit:
         return (self.config.for_validator() if is_validator else self.config).generator
 
     def _fraction(self, seat: Seat) -> tuple[str, float | None]:
-        """As `fraction_of`, of the engine of a seat."""
+        """Like `fraction_of`, for the engine of a seat."""
         return ("", None) if seat.role == "learner" else fraction_of(self._generator(seat))

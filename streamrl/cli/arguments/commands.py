@@ -1,11 +1,10 @@
-"""Every command of `streamrl`: a new one is a line of commands.csv, sets of options in
+"""Every command of `streamrl`. A new one is a line of commands.csv, sets of options in
 `streamrl.cli.arguments.options`, and a module.
 
-`buffer drain` and the like are verbs of `buffer`, of which its own help tells. A command or an
-option that goes leaves a line in `GONE`. Invariant: an entry is a name, so the table imports no
-command.
+`buffer drain` and the like are verbs of `buffer`, which its own help lists. A removed command or
+option leaves a line in `GONE`. Invariant: an entry is a name, so the table imports no command.
 
-`parse` reads a command line; the help has the commands in their groups.
+`parse` reads a command line; the help shows the commands by group.
 """
 
 import argparse
@@ -24,10 +23,10 @@ from streamrl.errors import did_you_mean
 
 @dataclass(frozen=True)
 class Command:
-    """`entry` is module:function, which may be a coroutine; it is given the parsed arguments and
-    returns the exit code. One that `imports_much` has its configuration in them as `run_config`,
-    read before it is imported: so a mistake is said without the seconds that torch and transformers
-    take."""
+    """`entry` is module:function, which may be a coroutine function; it takes the parsed arguments
+    and returns the exit code. If it `imports_much`, the configuration is read before the import and
+    passed in the arguments as `run_config`, so a mistake is reported without the seconds that
+    importing torch and transformers takes."""
 
     entry: str
     summary: str
@@ -69,26 +68,26 @@ GONE: Mapping[str, str] = {
     "soak": "in a checkout of StreamRL it is `PYTHONPATH=. python -m tests.research.soak`",
     "ablate": "in a checkout of StreamRL it is `PYTHONPATH=. python -m tests.research.ablate`",
 }
-"""Commands and options of earlier releases, and where each is now."""
+"""Commands and options of earlier releases, and what replaces each."""
 
 
 def verbs_of(name: str) -> Mapping[str, Command]:
-    """By the second word, the commands of two words that begin with this one."""
+    """The two-word commands that begin with this word, by their second word."""
     found = (verb.partition(" ") for verb in _VERBS)
     return {verb: _VERBS[f"{first} {verb}"] for first, _, verb in found if first == name}
 
 
-# As other systems take one: `key=value`, `+key=value`, `--key=value`, `--key value`.
+# A setting as other systems write it: `key=value`, `+key=value`, `--key=value`, `--key value`.
 _SETTING = re.compile(r"--([a-z_]+\.[\w.]+)|[+~-]*([a-z_]+\.[\w.]+)=(.*)", re.DOTALL)
 _WIDTH = max(len(name) for commands in GROUPS.values() for name in commands) + 2
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the chosen command; `command` is its name, `entry` and `imports_much` are
-    as `Command` has them.
+    """Parse the arguments of the chosen command; `command` is its name, `entry` and `imports_much`
+    are as in `Command`.
 
     Raises:
-        SystemExit: usage is wrong (exit code 2), or help or the version was printed (0).
+        SystemExit: the usage is wrong (exit code 2), or help or the version was printed (0).
     """
     parser, parsers = _parser()
     words = _joined(arguments)
@@ -121,8 +120,8 @@ def _meant(parsed: argparse.Namespace, word: str, known: Sequence[str]) -> str:
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """`buffer inspect URL` is the command "buffer inspect"; `buffer CONFIG` remains "buffer". The
-    options of torchrun are its own."""
+    """`buffer inspect URL` is the command "buffer inspect"; `buffer CONFIG` remains "buffer".
+    Options of torchrun are passed through."""
     match list(arguments):
         case ["torchrun", "-h" | "--help"] as words:
             return words
@@ -134,7 +133,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """With the parser of each command."""
+    """The parser of `streamrl`, and those of its commands by name."""
     parser = argparse.ArgumentParser(
         prog="streamrl",
         usage="streamrl [-h] [--version] COMMAND ...",

@@ -18,7 +18,7 @@ def _flag(parser: _ActionsContainer, name: str, meaning: str) -> None:
 
 
 def seconds(text: str) -> float:
-    """A time to wait; argparse makes the error a sentence that begins with the option."""
+    """Parse a time to wait; argparse begins the error with the name of the option."""
     try:
         value = float(text)
     except ValueError:

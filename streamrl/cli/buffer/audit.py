@@ -1,17 +1,18 @@
 """`streamrl buffer audit`: proves from a run's records that no group was lost or trained twice.
 
-Exit code 1 if anything is not in order. At any time of a run; only after its learner has ended is
-its newest checkpoint that of its last step, and has the buffer heard of it.
+Exit code 1 if anything is not in order. It can run at any time; only after the learner has ended is
+the newest checkpoint that of the last step, and known to the buffer.
 
-Of the prompts below `next_prompt_index`, each is trained (trained.jsonl names the step), open (the
-books of the newest checkpoint list it), or dropped for good (they count it by reason). Steps after
-that checkpoint are of a learner that runs or was killed: none of their prompts is in it. Where the
-buffer keeps events, they are compared with all of that. No trained token was further from the
-version of its step than `buffer.max_staleness`, either way: step s trains version s - 1, and its
-line of trained.jsonl has the bound that held for it, since a run may be resumed with another one.
+Each prompt below `next_prompt_index` must be trained (trained.jsonl names the step), open (the
+books of the newest checkpoint list it), or dropped for good (the books count it by reason). Steps
+after that checkpoint belong to a learner that is running or was killed; none of their prompts may
+be in it. If the buffer keeps events, they are compared with all of this. No trained token may be
+further from the version of its step than `buffer.max_staleness`, either way: step s trains version
+s - 1, and its line of trained.jsonl has the bound that applied to it, since a run may be resumed
+with another bound.
 
-Invariant: the events are read before the folder, so that a checkpoint that the buffer has heard of
-is found.
+Invariant: the events are read before the folder, so every checkpoint that the buffer knows of is
+found.
 """
 
 import argparse
@@ -54,7 +55,8 @@ def event_faults(
     *,
     has_ended: bool,
 ) -> Iterator[str]:
-    """`steps` are the prompts that each step of the surviving history has trained."""
+    """Faults in the events. `steps` has the prompts that each step of the surviving history
+    trained."""
     contained: set[int] = set()
     before: set[int] = set()
     newest = "there is none"
@@ -75,7 +77,7 @@ def event_faults(
 
 
 def _staleness_faults(lines: Sequence[Line]) -> Iterator[str]:
-    """A sentence for each step with a token that the bound excludes."""
+    """A fault for each step with a token outside the bound."""
     for line in lines:
         version, bound = line["step"] - 1, line["max_staleness"]
         oldest, newest = line["oldest_version"], line["newest_version"]
@@ -87,7 +89,8 @@ def _staleness_faults(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _staleness_finding(lines: Sequence[Line]) -> Iterator[str]:
-    """The furthest tokens of all steps, either way, in a line, and each change of the bound."""
+    """One line with the furthest tokens of all steps, either way, and one for each change of the
+    bound."""
     if not lines:
         return
     behind = max(line["step"] - 1 - line["oldest_version"] for line in lines)
@@ -104,7 +107,8 @@ def _staleness_finding(lines: Sequence[Line]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RunAudit:
-    """`findings` are sums, in lines; `faults` contradict the promises, none if they hold."""
+    """`findings` are lines with totals; `faults` are contradictions to the promises, none if these
+    hold."""
 
     findings: tuple[str, ...]
     faults: tuple[str, ...]
@@ -122,9 +126,9 @@ def check_folder(
     last_step: int | None,
     groups_per_step: int | None = None,
 ) -> RunAudit:
-    """Of a run that has ended with `last_step`, or whose learner may run (None).
+    """Audit a run that has ended with `last_step`, or whose learner may still run (None).
 
-    `groups_per_step` is given if all its steps had the same.
+    `groups_per_step` is given if it was the same at all steps.
     """
     checkpoint, faults = _newest(folder)
     trained = read_metrics(folder / TRAINED_FILE)
@@ -135,7 +139,7 @@ def check_folder(
         faults += _step_faults(name, lines, first, version if last_step is None else last_step)
     faults += _balance_faults(metrics, read_json(folder / BOOKS_FILE))
     faults += _batch_faults(trained, groups_per_step)
-    # The lines of older releases have no versions.
+    # Lines of older releases lack the versions.
     versioned = [line for line in trained if "newest_version" in line]
     faults += _staleness_faults(versioned)
     if last_step is not None and version != last_step:
@@ -195,7 +199,7 @@ def _batch_faults(trained: Sequence[Line], groups_per_step: int | None) -> Itera
 def _prompt_faults(
     steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint, *, has_rewound: bool
 ) -> Iterator[str]:
-    """Where the trained prompts and the books of the newest checkpoint do not fit."""
+    """Contradictions between the trained prompts and the books of the newest checkpoint."""
     books, version = checkpoint.books, checkpoint.policy_version
     inside = {p for step, prompts in steps.items() if step <= version for p in prompts}
     beyond = {p for step, prompts in steps.items() if step > version for p in prompts}
@@ -209,14 +213,14 @@ def _prompt_faults(
     if again := sorted(beyond & set(members(finished(books)))):
         yield f"trained after version {version}, yet finished in its checkpoint: {again}"
     ended = _ended_untrained(steps, checkpoint)
-    # Also those that an abandoned history has dropped, and that were granted again since.
+    # This also counts prompts that an abandoned history dropped and that were granted again since.
     dropped = sum(count for reason, count in books.dropped.items() if not reason.returns_prompt)
     if len(ended) > dropped:
         yield (
             f"prompts are lost: neither trained nor open: {sorted(ended)}; the books count "
             f"{dropped} dropped for good"
         )
-    # The books also count the groups that an abandoned history has trained.
+    # The books also count groups that an abandoned history trained.
     is_exact = not (checkpoint.history.finished_before or has_rewound)
     counted = books.acknowledged + books.trained
     if counted < len(inside) or (is_exact and counted > len(inside)):
@@ -224,9 +228,10 @@ def _prompt_faults(
 
 
 def _may_count_twice(books: Books, events: EventAudit | None) -> bool:
-    """Whether the buffer has freed groups of a checkpoint that is gone, and nowhere abandoned.
+    """Whether the books may count groups twice: the buffer has freed groups of a checkpoint that is
+    gone without a record in abandoned.
 
-    The events of a buffer that was lost and got its state from books do not say what was before.
+    The events of a buffer that was lost and restored from books do not say what was before.
     """
     if events is None or events.contained or any(p.by_books for p in events.prompts.values()):
         return books.learner_term > 1
@@ -234,7 +239,7 @@ def _may_count_twice(books: Books, events: EventAudit | None) -> bool:
 
 
 def _ended_untrained(steps: Mapping[int, Sequence[int]], checkpoint: Checkpoint) -> set[int]:
-    """The prompts that are neither open in the checkpoint nor trained by the steps to it."""
+    """Prompts that are neither open in the checkpoint nor trained by the steps up to it."""
     books, version = checkpoint.books, checkpoint.policy_version
     trained = {p for step, prompts in steps.items() if step <= version for p in prompts}
     ended = trained.union(books.open_prompt_indices, members(checkpoint.history.finished_before))
@@ -269,11 +274,11 @@ def _other_rows(folder: Path) -> Iterator[str]:
 
 
 def audit_run(folder: Path, complete: RunConfig | None = None) -> RunAudit:
-    """`complete` is the configuration of a run that was never resumed and must be complete; None
-    for a run that may still run, or may have been resumed with other settings.
+    """Audit a run. `complete` is the configuration of a run that was never resumed and must be
+    complete; None for a run that may still be running, or was resumed with other settings.
 
     Raises:
-        ConfigError: this is no run folder, or it holds nothing to audit.
+        ConfigError: this is no run folder, or it has nothing to audit.
     """
     events = _audit_events(folder)
     last_step = _last_step(folder) if complete is None else complete.run.max_steps
@@ -290,7 +295,8 @@ def audit_run(folder: Path, complete: RunConfig | None = None) -> RunAudit:
 
 
 def _audit_events(folder: Path) -> EventAudit | None:
-    """Of the journal, or of the server that holds the run's state; None if no events are kept."""
+    """Audit the events of the journal, or of the server with the run's state; None if no events are
+    kept."""
     if journal_path(folder).exists():
         return audit_journal(journal_path(folder))
     config = config_of(folder)
@@ -300,8 +306,9 @@ def _audit_events(folder: Path) -> EventAudit | None:
 
 
 def _last_step(folder: Path) -> int | None:
-    """With which the learner has ended; None while it runs, after a crash, before a step, and where
-    a launch has begun since, whose learner may have been killed before it reported."""
+    """The step with which the learner ended. None while it runs, after a crash, before the first
+    step, and if another launch has begun since (its learner may have been killed before it
+    reported)."""
     status = read_json(folder / LEARNER_FILE)
     is_relaunched = is_launched_since(folder, status.get("time_s", math.inf))
     has_ended = status.get("activity") == LearnerActivity.ENDED and not is_relaunched

@@ -1,6 +1,6 @@
-"""The commands that ask a running buffer, whatever its backend: `streamrl generators` with its
-verbs, `buffer inspect` and `buffer drain`; and `buffer books`, whether Redis still holds a run,
-which `streamrl launch` runs before a new one of that name.
+"""Commands that ask a running buffer, whatever its backend: `streamrl generators` with its verbs,
+`buffer inspect` and `buffer drain`; and `buffer books`, which says whether Redis still has a run;
+`streamrl launch` runs it before a new run of that name.
 
 A generator gets its scheduling state with the reply to its next heartbeat.
 
@@ -32,7 +32,7 @@ from streamrl.types import BufferStats, SchedulingState
 
 _POLL_S, _BOOKS_S = 0.5, 5.0
 Progress: TypeAlias = tuple[str, int | None]
-"""Of a drain: how it ended and its exit code, or what it still waits for and None."""
+"""The progress of a drain: how it ended and the exit code, or what it waits for and None."""
 
 
 async def show(arguments: argparse.Namespace) -> int:
@@ -60,8 +60,8 @@ async def uncordon(arguments: argparse.Namespace) -> int:
 
 
 async def drain_generator(arguments: argparse.Namespace) -> int:
-    """Waits until the generator has left or no longer reports, or until another command changes
-    its scheduling state, or for the deadline."""
+    """Drain a generator. Waits until it has left or no longer reports, another command changes its
+    scheduling state, or the deadline is over."""
     generator_id = arguments.id
     async with open_running(arguments.target) as buffer:
         await buffer.set_scheduling_state(generator_id, SchedulingState.DRAINING)
@@ -74,7 +74,8 @@ async def drain_generator(arguments: argparse.Namespace) -> int:
 
 
 def _generator_progress(stats: BufferStats, generator_id: str, session: str | None) -> Progress:
-    """`session` is that of the process to leave: another one of this id has taken its place."""
+    """`session` belongs to the process that should leave; another session means that it was
+    replaced."""
     current = _session(stats, generator_id)
     is_drained_still = generator_id in stats.scheduling_states
     if current is None or (current != session and not is_drained_still):
@@ -91,9 +92,9 @@ def _session(stats: BufferStats, generator_id: str) -> str | None:
 
 
 async def _wait_until_drained(read: Callable[[], Awaitable[Progress]], deadline_s: float) -> int:
-    """Read until the drain has ended; its exit code.
+    """Read until the drain has ended; return its exit code.
 
-    Waits `deadline_s` at most; prints what the drain waits for whenever that changes.
+    Waits at most `deadline_s`; prints what the drain waits for whenever that changes.
     """
     deadline, printed = time.monotonic() + deadline_s, ""
     while True:
@@ -117,7 +118,8 @@ async def drain(arguments: argparse.Namespace) -> int:
 
 
 async def _request(buffer: TrajectoryBuffer, found: RunConfig | str) -> Progress:
-    """Each reading requests the drain again, since a learner that attaches ends it."""
+    """Request the drain and read its progress. Each reading requests it again, since a learner that
+    attaches ends it."""
     await buffer.drain()
     stats = await buffer.stats()
     books = stats.books
@@ -152,7 +154,7 @@ async def inspect(arguments: argparse.Namespace) -> int:
 
 
 def _rows(before: BufferStats, after: BufferStats, interval_s: float) -> Iterator[tuple[str, str]]:
-    """Name and value of each line; rates are those between the two readings."""
+    """Name and value of each line; rates are those between two readings."""
     books, earlier = after.books, before.books
     yield "version", f"{after.policy_version} (incarnation {after.incarnation[:12]})"
     yield (
@@ -198,7 +200,7 @@ async def books(arguments: argparse.Namespace) -> int:
     from buffers.redis.leadership import served_at
 
     url, run = config.buffer.secret_url, config.run.name
-    # A person waits: a server that does not run is reported, not waited for.
+    # A person is waiting, so a server that is not running is reported, not waited for.
     deadline_s = min(config.buffer.deadline_s, _BOOKS_S)
     if arguments.require_none:
         snapshot = await read_snapshot(url, run, deadline_s=deadline_s)

@@ -1,7 +1,7 @@
-"""The buffer that a command is given: by its run, or by the URL of a server of one run.
+"""Finds the buffer that a command names, by its run or by the URL of a run's buffer server.
 
-Nothing here attaches, so that no command fences a learner. No command waits for the buffer of a run
-that has ended, which its folder tells.
+Nothing here attaches, so no command fences a learner. No command waits for the buffer of a run that
+has ended by its folder.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def find_target(target: str) -> RunConfig | str:
     """The configuration of a run, or the URL of a server of one run.
 
     Raises:
-        ConfigError: it names no run, or may name several.
+        ConfigError: the target names no run, or may name several.
     """
     if "://" not in target:
         return find_config(target)
@@ -51,11 +51,10 @@ def find_target(target: str) -> RunConfig | str:
 
 @asynccontextmanager
 async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
-    """A client of a run that works, or whose buffer may answer all the same; closed when the block
-    ends.
+    """A client of a running buffer, or of one that may still answer; closed when the block ends.
 
     Raises:
-        StreamRLError: the run has ended: how, and at which step.
+        StreamRLError: the run has ended; the message says how and at which step.
         TransportError: nothing listens where its buffer should be.
     """
     found = find_target(target)
@@ -102,7 +101,7 @@ def _absence(url: str) -> str:
 
 
 def read_folder(config: RunConfig) -> Reading:
-    """What the run's folder says by itself."""
+    """A reading from the run's folder alone."""
     folder = config.run.path
     learner, ended = read_learner(folder), ended_launch(folder)
     return Reading(
@@ -129,9 +128,9 @@ def _place(url: str) -> tuple[str, int] | None:
 
 
 async def _is_listening(url: str) -> bool:
-    """Whether a process accepts connections there; true for an address that cannot be tried.
+    """Whether a process accepts connections at the URL; true if the address cannot be tried.
 
-    Waits _PROBE_S at most, after which the address counts as one of a slow network.
+    Waits at most _PROBE_S; after that it counts as true, since the network may be slow.
     """
     place = _place(url)
     if place is None:
@@ -142,7 +141,7 @@ async def _is_listening(url: str) -> bool:
     except TimeoutError:
         return True
     except (OSError, UnicodeError):
-        # Of a name with an empty or a long label the resolver's codec says that it is none.
+        # UnicodeError is the resolver's error for a name with an empty or overlong label.
         return False
     writer.close()
     return True

@@ -1,1 +1,1 @@
-"""What commands print alike: numbers, generators, status and summary of a run, its live view."""
+"""Output that commands share: numbers, generators, status and summary of a run, its live view."""

@@ -15,10 +15,10 @@ _MAX_WIDTH = 200
 
 
 class GeneratorRow(Struct, frozen=True, kw_only=True):
-    """One generator; None where it has not reported. `num_versions_behind` is the distance to the
-    learner's version; ages are those of the last heartbeat, which is `heartbeat_age_s` old.
-    `busy_frac` is the share of its room for groups that is in use, `kv_usage` that of the engine's
-    KV cache, `pause_frac` the part of its time that the engine stands still for weights."""
+    """One generator; fields are None if it has not reported. `num_versions_behind` is the distance
+    to the learner's version; lease ages are as of the last heartbeat, which is `heartbeat_age_s`
+    old. `busy_frac` is the used share of its room for groups, `kv_usage` that of the engine's KV
+    cache, and `pause_frac` the share of time in which the engine pauses for weights."""
 
     id: str
     state: str
@@ -35,9 +35,9 @@ class GeneratorRow(Struct, frozen=True, kw_only=True):
 
 
 def generator_rows(stats: BufferStats, before: BufferStats | None = None) -> Iterator[GeneratorRow]:
-    """The generators that report, then those of which only a scheduling state is known; by id.
+    """Generators that report, then those with only a known scheduling state; each sorted by id.
 
-    Shares of time are those since an earlier reading of the stats, or since each one's start.
+    `busy_frac` covers the time since an earlier reading (`before`), or since the generator's start.
     """
     earlier = {} if before is None else {status.session: status for status in before.generators}
     for status, age_s in sorted(reports(stats), key=lambda report: report[0].generator_id):
@@ -62,7 +62,7 @@ def generator_rows(stats: BufferStats, before: BufferStats | None = None) -> Ite
 
 
 def print_generators(stats: BufferStats) -> None:
-    """A row a generator, and one for leases that no heartbeat has reported yet."""
+    """Print one row per generator, and one for leases that no heartbeat has reported yet."""
     rows = list(generator_rows(stats))
     reported = sum(row.num_leases or 0 for row in rows)
     if stats.books.leased > reported:
@@ -71,7 +71,7 @@ def print_generators(stats: BufferStats) -> None:
                 id="(not reported yet)", state="", num_leases=stats.books.leased - reported
             )
         )
-    # Wider than a narrow terminal or a pipe: a row stays one line for `grep` and `awk`.
+    # Wide, so that a row stays one line for `grep` and `awk`, also in a narrow terminal or a pipe.
     Console(width=_MAX_WIDTH, soft_wrap=True).print(generator_table(rows))
 
 
@@ -102,7 +102,8 @@ _NARROW = frozenset(_COLUMNS) - {"behind", "oldest lease", "prompts"}
 
 
 def generator_table(rows: Iterable[GeneratorRow], *, is_narrow: bool = False) -> Table:
-    """`is_narrow`: without the columns for which 80 characters have no room."""
+    """The table of generators. `is_narrow`: without the columns that do not fit into 80
+    characters."""
     columns = {name: cell for name, cell in _COLUMNS.items() if name in _NARROW or not is_narrow}
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     for name in ("generator", "state"):

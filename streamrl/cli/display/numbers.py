@@ -1,4 +1,4 @@
-"""Numbers of a run, of its metrics and books: how they are printed, and the summary of them."""
+"""Prints numbers of a run's metrics and books, and the summary of a run."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from streamrl.tracking.jsonl import best_of, read_metrics, read_validations
 from streamrl.types import Books
 
 RECENT = 20
-"""Steps that the means of a display are of, but for the training reward."""
+"""The number of steps over which displays take means, except for the training reward."""
 _LARGEST = 1e100
 _PROMPTS = ("num_prompts", "num_failed", "num_too_long")
 _REWARD_STEPS = 10
@@ -37,7 +37,8 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 def numbers_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A line of metrics without what is no finite number, which a damaged file may hold."""
+    """A line of metrics without values that are no reasonable numbers, as a damaged file may
+    contain."""
     return {k: v for k, v in line.items() if isinstance(v, int | float) and abs(v) < _LARGEST}
 
 
@@ -48,7 +49,7 @@ def metric_mean(lines: Lines, name: str) -> float | None:
 
 
 def rate(lines: Lines, name: str) -> float | None:
-    """A metric per second over all the time of the lines that have it; None without one.
+    """A metric per second over the total time of the lines that have it; None without any.
 
     A mean of rates would count a short step as much as a long one.
     """
@@ -59,25 +60,26 @@ def rate(lines: Lines, name: str) -> float | None:
 
 
 def steps_s(lines: Lines) -> float:
-    """The time of the steps: from the learner's attach to the last step, without the times between
-    the end of a learner and its resumption."""
+    """The total time of the steps, from the learner's attach to the last step, without the time
+    between a learner's end and its resumption."""
     return sum(line.get("learner/step_s") or 0.0 for line in lines)
 
 
 def training_reward(lines: Lines) -> float | None:
-    """That of every display: the mean of the last steps, 10 or a third of a short run, so that the
-    first and the last ones share none. `lines` are those, or more; None without one."""
+    """The training reward that every display shows: the mean of the last 10 steps, or of a third of
+    a short run, so that first and last steps do not overlap. `lines` are those steps, or more. None
+    without a reward."""
     return metric_mean(lines[-_num_reward_steps(lines) :], "reward/mean")
 
 
 def reward_text(lines: Lines) -> str:
-    """Such as: training reward 0.176 (mean of the last 10 steps); "" without one."""
+    """Such as: training reward 0.176 (mean of the last 10 steps); "" without a reward."""
     value, steps = training_reward(lines), mean_of_last(_num_reward_steps(lines))
     return "" if value is None else f"training reward {value:.3f} ({steps})"
 
 
 def mean_of_last(num_steps: int) -> str:
-    """What a number of so many steps is.
+    """Describe a mean of so many steps.
 
     >>> mean_of_last(20), mean_of_last(1)
     ('mean of the last 20 steps', 'last step')
@@ -87,7 +89,7 @@ def mean_of_last(num_steps: int) -> str:
 
 def reward_change(lines: Lines) -> str:
     """The training reward of the first and the last steps, such as: 0.254 -> 0.176 (mean of the
-    first 2 and the last 2 steps); "" without one. `lines` are all of the run."""
+    first 2 and the last 2 steps); "" without a reward. `lines` are all lines of the run."""
     num_last = _num_reward_steps(lines)
     num_first = min(5, num_last)
     first, last = metric_mean(lines[:num_first], "reward/mean"), training_reward(lines)
@@ -103,8 +105,8 @@ def _num_reward_steps(lines: Lines) -> int:
 
 
 def remaining(lines: Lines, max_steps: int, checkpoint_every: int) -> Mapping[str, float]:
-    """In how many seconds the next checkpoint and the last step come, by the time of the last
-    steps; {} where nothing tells."""
+    """Estimated seconds until the next checkpoint and the last step, from the time of recent steps;
+    {} if unknown."""
     step_s = metric_mean(lines[-RECENT:], "learner/step_s")
     if step_s is None or (step := lines[-1]["step"]) >= max_steps:
         return {}
@@ -119,7 +121,7 @@ def remaining_texts(seconds: Mapping[str, float]) -> Iterator[str]:
 
 
 def wait_shares(lines: Lines) -> str:
-    """Parts of the step time: `learner/wait_s` and, if there was any, `learner/wait_due_s`.
+    """Shares of the step time: `learner/wait_s` and, if there was any, `learner/wait_due_s`.
 
     Such as: waits 45 %, due groups 34 %. The second may overlap with the training of a part.
     """
@@ -144,7 +146,7 @@ def duration(seconds: float) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits, and all of those before the point.
+    """A number with three digits, or with all digits before the point if there are more.
 
     >>> short(0.08581), short(2134.5)
     ('0.0858', '2,134')
@@ -153,8 +155,8 @@ def short(value: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """The values as bars, averaged into at most `width` of them, from 0, or from the smallest of
-    those below it, to their largest."""
+    """The values as at most `width` bars, each the mean of several values. The scale goes from 0,
+    or the smallest bar below 0, to the largest."""
     if not values:
         return ""
     size = -(-len(values) // width)
@@ -191,12 +193,12 @@ SUMMARY_METRICS = frozenset(
         "generator/tokens_per_s",
     }
 )
-"""What the summary reads of every line; of the last one it reads more."""
+"""The metrics that the summary reads from every line; from the last one it reads more."""
 
 
 def summary(config: RunConfig, *, but: str | None = None) -> Table:
-    """The table at the end of a run, `but` for the row of that name, and of `streamrl report` at
-    any time."""
+    """The table that a launch prints at its end, and `streamrl report` at any time; without the row
+    named `but`."""
     folder = config.run.path
     lines = read_metrics(folder / "metrics.jsonl", SUMMARY_METRICS)
     table = Table(title=Text(f"{config.run.name}: summary"), show_header=False)
@@ -252,11 +254,11 @@ def summary_rows(config: RunConfig, lines: Lines) -> list[tuple[str, str]]:
 
 
 def unsaved_rows(folder: Path, step: int) -> list[tuple[str, str]]:
-    """Of a run that has ended at this step: which steps are in no checkpoint."""
+    """For a run that has ended at this step: the steps that are in no checkpoint."""
     try:
         checkpoint = newest(folder, contents=False)
     except StreamRLError:
-        # Going on says what is wrong with it.
+        # Resuming the run reports what is wrong with the checkpoint.
         return []
     saved = 0 if checkpoint is None else checkpoint.policy_version
     if saved >= step:
@@ -267,8 +269,8 @@ def unsaved_rows(folder: Path, step: int) -> list[tuple[str, str]]:
 
 
 def held_out_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """The validations of the run and, where it is not the last of these, the evaluation of its
-    final checkpoint; the name and what it is."""
+    """Rows with the validations of the run and, unless it comes from the validator, the evaluation
+    of its final checkpoint."""
     validated, evaluation = validation_text(config), read_json(config.run.path / "evaluation.json")
     rows = [("held-out reward", validated)] if validated else []
     is_among = validated and evaluation.get("by") == "validator"
@@ -278,7 +280,7 @@ def held_out_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def held_out_curve(config: RunConfig) -> dict[int, float]:
-    """What `validation.metric` was of each validated version, oldest first."""
+    """The value of `validation.metric` for each validated version, oldest first."""
     metric = config.validation.watched_metric
     validated = read_validations(config.run.path)
     return {version: m[metric] for version, m in validated.items() if m.get(metric) is not None}
@@ -286,7 +288,7 @@ def held_out_curve(config: RunConfig) -> dict[int, float]:
 
 def validation_text(config: RunConfig) -> str:
     """Such as: 0.250 -> 0.344 (greedy, 256 prompts; versions 0 and 40), best 0.375 of version 30;
-    "" before the first one. What is not the mean reward has its name in front."""
+    "" before the first validation. A metric other than the mean reward is preceded by its name."""
     settings = config.validation
     metric, validated = settings.watched_metric, read_validations(config.run.path)
     known = held_out_curve(config)
@@ -309,8 +311,8 @@ def validation_text(config: RunConfig) -> str:
 
 
 def _evaluation_text(evaluation: Mapping[str, Any]) -> str:
-    """Such as: 0.336 (greedy, 256 prompts, 2 failed; version 40); "" before an evaluation. What is
-    no checkpoint has its name."""
+    """Such as: 0.336 (greedy, 256 prompts, 2 failed; version 40); "" before an evaluation. A model
+    that is no checkpoint is named."""
     score = evaluation.get("greedy_reward_mean")
     model = str(evaluation.get("model", ""))
     version = Path(model).name.removeprefix("step-")
@@ -336,10 +338,10 @@ def restart_rows(folder: Path) -> list[tuple[str, str]]:
 
 
 def _length_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Of the last window of steps, if its responses were counted."""
+    """The response lengths of the last window of steps, if responses were counted."""
     names = ("sampled_length_mean", "trained_length_mean", "dropped_tokens_frac")
     sampled, trained, dropped = (last.get(f"fairness/{name}") for name in names)
-    # A learner that has just gone on has seen none that was sampled.
+    # A learner that has just resumed has seen no sampled responses.
     if not sampled or trained is None or dropped is None:
         return []
     lost = f", {100 * dropped:.1f} % of tokens dropped" if dropped else ""

@@ -1,7 +1,7 @@
-"""The live view of a run, of `launch` and of `status --follow`: what is said of it, how far it is,
-its rewards so far, where the time of its steps goes, a table, and one of the newest samples.
+"""The live view of a run, for `launch` and `status --follow`: messages about it, its progress, its
+rewards so far, where the time of its steps goes, a table, and one of the newest samples.
 
-A launch reads the run folder and the children's states only, so it delays none.
+A launch's view reads only the run folder and the children's states, so it delays no process.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class ProgressView:
         self._metrics = FollowedMetrics(config.run.path / "metrics.jsonl")
 
     async def run(self, children: Sequence[Child]) -> None:
-        """Until cancelled. Waits REFRESH_S between two readings of the run folder."""
+        """Show the run until cancelled. Waits REFRESH_S between readings of the run folder."""
         if not self._live:
             printer = LinePrinter(self._config, self._console)
             while True:
@@ -81,7 +81,7 @@ class ProgressView:
                 screen.update(self._render(children))
 
     def print(self, sentence: str) -> None:
-        """A line of its own, above the live view."""
+        """Print a line above the live view."""
         self._console.print(Text(printable(sentence)), soft_wrap=True)
 
     def _render(self, children: Sequence[Child]) -> RenderableType:
@@ -90,8 +90,8 @@ class ProgressView:
 
 
 class LinePrinter:
-    """Where the run is, in lines for a log or a pipe: every _LINE_S, and only what is new. A
-    sentence of which numbers alone are new is said again after _REPEAT_S."""
+    """Prints the progress of the run in lines, for a log or a pipe: every _LINE_S, and only what is
+    new. A sentence in which only numbers have changed is repeated after _REPEAT_S."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         self._config = config
@@ -112,7 +112,7 @@ class LinePrinter:
         if validated := validation_text(self._config):
             sentences.append(f"held-out reward {validated}")
         texts |= {_NUMBER.sub("", text): text for text in sentences}
-        # What is no longer so is new when it is so again.
+        # A sentence that stops being true is new when it becomes true again.
         self._said = {words: self._said[words] for words in texts if words in self._said}
         for words, text in texts.items():
             said, said_s = self._said.get(words, ("", -math.inf))
@@ -122,7 +122,7 @@ class LinePrinter:
 
 
 def headline(config: RunConfig, lines: Lines) -> str:
-    """Where the run is, in one line, with the means of the last steps and what is to come."""
+    """The progress of the run in one line, with means of the last steps and what remains."""
     step, *left = _place(config, lines)
     recent = ", ".join(means(lines))
     labeled = f"{mean_of_last(len(lines[-RECENT:]))}: {recent}" if recent else ""
@@ -137,7 +137,7 @@ def _place(config: RunConfig, lines: Lines) -> Iterator[str]:
 
 
 def means(lines: Lines) -> Iterator[str]:
-    """Of the last RECENT steps: staleness, effective sample size, wait, speed."""
+    """Means of the last RECENT steps: staleness, effective sample size, wait, speed."""
     for shown, name in (
         ("staleness {:.2f}", "buffer/staleness_mean"),
         ("ESS {:.3f}", "mismatch/rollout_is_eff_sample_size"),
@@ -151,8 +151,9 @@ def means(lines: Lines) -> Iterator[str]:
 
 
 def notes(folder: Path) -> list[str]:
-    """What the learner waits for or that it is silent, what is validated, which groups failed, and
-    that it does not learn: a sentence each. None of a learner of an earlier launch."""
+    """Sentences about what the learner waits for or that it is silent, what is being validated,
+    failed groups, and signs that it does not learn; [] if the learner belongs to an earlier
+    launch."""
     learner = read_learner(folder)
     if learner is None or is_launched_since(folder, learner.time_s):
         return []
@@ -169,8 +170,8 @@ def notes(folder: Path) -> list[str]:
 
 
 def render(config: RunConfig, lines: Lines, states: Mapping[str, str]) -> RenderableType:
-    """The live view of a launch: where the run is, what it waits for, what failed, and a row for
-    each process."""
+    """The live view of a launch: progress, what the run waits for, what failed, and a row for each
+    process."""
     table = Table(box=None, pad_edge=False)
     for column in ("process", "state", "tokens/s", "version", ""):
         table.add_column(column, justify="right" if column in ("tokens/s", "version") else "left")
@@ -199,13 +200,13 @@ def screen(
 
 
 class _Fitted(NamedTuple):
-    """Rows for which a terminal has no room are counted. Rich's own cut ends with the view, and the
-    last screen would have its first rows above the terminal."""
+    """Cuts rows that do not fit on the terminal, and counts them. Rich's own cut ends with the
+    view, so the first rows of the last screen would scroll out of the terminal."""
 
     content: Group
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # Unpadded: a terminal that is made narrower would wrap rows that fill it.
+        # Unpadded, since full rows would wrap when the terminal is made narrower.
         rows = console.render_lines(self.content, options, pad=False, new_lines=True)
         shown = rows
         if console.is_terminal and len(rows) >= console.height:
@@ -238,8 +239,8 @@ def step_parts(lines: Lines) -> str:
 
 
 def newest_sample(folder: Path) -> Panel | None:
-    """One of the siblings that the newest step with samples has trained, another one every
-    _SAMPLE_S; None before there are samples."""
+    """One of the siblings that the newest step with samples trained, changing every _SAMPLE_S; None
+    before there are samples."""
     newest = list(islice(newest_first(folder), _NUM_SIBLINGS))
     siblings = [sample for sample in newest if sample.step == newest[0].step]
     if not siblings:

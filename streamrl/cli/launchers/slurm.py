@@ -1,8 +1,9 @@
 """`streamrl launch FILE --slurm`: a run on the nodes of a Slurm job or allocation, in steps that
 this process starts and watches.
 
-    SIGUSR1  Slurm's warning before the time limit: stop in order, save, and requeue the job SIGINT
-    stop in order and save SIGTERM  Slurm ends the job, and has signaled every step
+    SIGUSR1  Slurm's warning before the time limit: stop in order, save, and requeue the job
+    SIGINT   stop in order and save
+    SIGTERM  Slurm ends the job, and has signaled every step
 
 srun kills its step if it is signaled itself, so signals go to the step through Slurm (scancel). If
 Slurm ends the whole job (scancel, preemption, the time limit, a requeue), every step gets SIGTERM

@@ -1,12 +1,13 @@
-"""`streamrl parity`: the same tokens through engine and learner, and how far they disagree.
+"""`streamrl parity`: runs the same tokens through engine and learner, and measures how far they
+disagree.
 
     --sample    the engine samples prompts of the run, once for each precision asked for
     --score     the learner scores those very tokens, as a training step does
     here        the table, parity.json, the verdict
 
-Engine and learner run one after the other in processes of their own, so that one GPU suffices. By
-itself, a half is for an engine in an environment without the learner, and for tokens of any origin
-(`--model`, see `streamrl.cli.parity.score`).
+Engine and learner run one after the other in separate processes, so one GPU suffices. The halves
+can be run separately, for an engine in an environment without the learner, and for tokens of any
+origin (`--model`, see `streamrl.cli.parity.score`).
 
     0  below the thresholds, or there are none      1  above one: the sentence says which and why
 """
@@ -66,7 +67,8 @@ def likely_causes(config: RunConfig, report: ParityReport) -> Iterator[str]:
 
 
 def tables(reports: Sequence[ParityReport]) -> Iterator[Table]:
-    """One table over all positions, a row a precision; then one a precision, by position."""
+    """Yield a table over all positions with a row for each precision; then one by position for each
+    precision."""
     yield _table(
         "engine and learner",
         ("engine", "learner"),
@@ -125,7 +127,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _require_together(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for an option that is given without those that it needs."""
+    """Raise ConfigError for an option without the others that it needs, or with ones that it
+    excludes."""
     if arguments.score is not None and arguments.out is None:
         raise ConfigError("--score: needs --out, the file to write")
     if arguments.model is None:
@@ -137,11 +140,11 @@ def _require_together(arguments: argparse.Namespace) -> None:
 
 
 def require_parity(config: RunConfig, console: Console) -> None:
-    """Measure before a launch, with the weights of `model.path`, also where the run resumes from a
-    checkpoint: what differs is the code that runs them.
+    """Measure before a launch, with the weights of `model.path` even if the run resumes from a
+    checkpoint: it is the code that differs, not the weights.
 
     Raises:
-        StreamRLError: a gap is above its threshold; the run must not start.
+        StreamRLError: a gap exceeds its threshold; the run must not start.
     """
     console.print("comparing engine and learner (streamrl parity)")
     reports = measure(config, [config.generator.dtype], config.run.path)
@@ -151,7 +154,8 @@ def require_parity(config: RunConfig, console: Console) -> None:
 
 
 def measure(config: RunConfig, dtypes: Sequence[str], folder: Path) -> tuple[ParityReport, ...]:
-    """One report for each precision of the engine; also written to parity.json in the folder."""
+    """Measure: one report for each precision of the engine, also written to parity.json in the
+    folder."""
     scratch = folder / "parity"
     scratch.mkdir(parents=True, exist_ok=True)
     file = scratch / "config.yaml"

@@ -1,4 +1,4 @@
-"""The learner's half of `streamrl parity`: its log-probabilities of tokens that are given.
+"""The learner's half of `streamrl parity`: computes its log-probabilities of given tokens.
 
 Those that `parity --sample` has sampled become a report; with `--model` any sequences may be given:
 a line of the input is `{"token_ids": [...], "response_mask": [...]}`, the same line of the output
@@ -67,18 +67,18 @@ def score_samples(config: RunConfig, files: Sequence[str], report: Path) -> None
 
 
 def score_sequences(arguments: argparse.Namespace) -> None:
-    """The log-probabilities of the lines of one file, by the model of `--model`.
+    """Write the log-probabilities of the sequences in one file, by the model of `--model`.
 
     Raises:
-        ConfigError: a file cannot be read or written, a line is not as it must be, or the model
-            gives no finite numbers.
+        ConfigError: a file cannot be read or written, a line is invalid, or the model's numbers are
+            not finite.
     """
     source, target = Path(arguments.score[0]), Path(arguments.out)
     if not target.absolute().parent.is_dir() or target.is_dir():
         raise ConfigError(f"--out {target}: must be a file in a folder that exists")
     max_tokens = arguments.max_tokens_per_micro_batch
     sequences = list(_read(source, max_tokens))
-    # The learner's settings are those of a run, but for what the command line says.
+    # The learner's settings are a run's defaults, except for what the command line says.
     settings: dict[str, Any] = {
         "model": {"path": arguments.model},
         "data": {"source": "addition"},
@@ -116,10 +116,10 @@ def _score(sequences: list[Trajectory], policy: Policy, max_tokens: int) -> list
 
 
 def _read(file: Path, max_tokens: int) -> Iterator[Trajectory]:
-    """The sequences of the file, one a line.
+    """Yield the sequences of the file, one per line.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is not as it must be.
+        ConfigError: the file cannot be read, or a line is invalid.
     """
     lines = read_text(file, "--score").removesuffix("\n").split("\n")
     for number, line in enumerate([] if lines == [""] else lines, 1):

@@ -1,7 +1,7 @@
 """Mirrors the run's folder to an object store (`run.folder_mirror`), in every launch.
 
-    MIRROR/NAME/    as runs/NAME, but for what is of one machine: weights/, keys/, the buffer's
-                    journal, and what is hidden
+    MIRROR/NAME/    like runs/NAME, without what belongs to one machine: weights/, keys/, the
+                    buffer's journal, and hidden files
 
 A thread updates the mirror at each complete checkpoint and at the end, so no step waits. It copies
 history and records first, then the checkpoints (the newest first, each manifest last), then
