@@ -36,7 +36,7 @@ _OF_SOURCES = 2**32 - 1
 class Epochs:
     """A finite set of prompts, or those of `kept`, as a stream without an end.
 
-    Each epoch is a permutation of its own; with a curriculum the first ones go by difficulty. If a
+    Each epoch has its own permutation; with a curriculum the first epochs go by difficulty. If a
     run continues with other rows, a new epoch begins with them; earlier prompts that are still open
     read the new rows, too, in a separate order.
 

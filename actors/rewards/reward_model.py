@@ -132,7 +132,7 @@ class RewardModel:
         """`native` uses the tokenizer's, if it has one; `none` joins the texts of the messages; a
         path names a Jinja file."""
         device: Device = "auto"
-        """Where it runs; `auto` is cuda, if there is one, else cpu."""
+        """The device it runs on; `auto` is cuda if available, else cpu."""
         dtype: Dtype = "float32"
         """Type of its weights."""
         label: NotNegative = 0

@@ -48,7 +48,7 @@ class Need:
 
     @property
     def certain_bytes(self) -> int:
-        """What it needs in any case."""
+        """The sum of the certain parts."""
         return sum(part.num_bytes for part in self.parts if part.is_certain)
 
     def describe(self) -> str:

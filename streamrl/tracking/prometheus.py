@@ -283,7 +283,7 @@ def serve(
     settings: PrometheusSettings, daemon_id: str, registry: "CollectorRegistry"
 ) -> "WSGIServer":
     """Start prometheus-client's server at the daemon's port, or at a free one if another process
-    has it. It answers each scrape in a thread of its own.
+    has it. It answers each scrape in a separate thread.
 
     Raises:
         ConfigError: this machine has no such address.

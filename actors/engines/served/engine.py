@@ -101,8 +101,8 @@ class ServerWeights:
     server says that it has it.
 
     `policy_version` is the last one seen, `newest_version` that of the learner's newest update,
-    `highest_version` the highest of any, of which a request that was begun before a learner went
-    back may have tokens. `num_changes` grows with each noticed change.
+    `highest_version` the highest of any update: if a learner went back, requests begun before may
+    have tokens of it. `num_changes` grows with each noticed change.
     """
 
     def __init__(self, server: Server) -> None:
@@ -264,8 +264,8 @@ class ServedEngine(UpdatableEngine):
             raise WeightTransferError(f"{server.name} did not take an update: {error}") from error
 
     async def _apply(self, update: WeightUpdate, on_loaded: Callable[[], None]) -> float:
-        """Loads even if the server already has that version's label: whoever loaded it may have
-        been killed before sampling resumed."""
+        """Load the update even if the server already has that version's label: the generator that
+        loaded it may have been killed before sampling resumed."""
         weights, server = self._weights, self._server
         weights.note_newest(update.policy_version)
 

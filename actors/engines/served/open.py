@@ -213,7 +213,8 @@ async def _takes_over(server: Server) -> bool:
     if _is_ours(server, label):
         return False
     if is_of_a_run(label) and await _is_in_use(server):
-        # Those looking may be generators of this run, one of which has taken it meanwhile.
+        # Those looking may be generators of this run, and one of them may have taken the server
+        # meanwhile.
         label = await server.label()
         if _is_ours(server, label):
             return False

@@ -1,4 +1,4 @@
-"""One engine on several servers of the same model, as a router in front of them would be.
+"""One engine on several servers of the same model; it acts like a router in front of them.
 
     a request        goes to the server with the fewest; the turns of an episode stay on one, whose
                      cache has their prefix

@@ -81,7 +81,7 @@ class Api:
     """One API, which has one route."""
 
     read: Callable[[Json, Session], ApiRequest]
-    """Raises RequestError."""
+    """Reads a request; raises RequestError."""
     write: Callable[[Answer], Json]
     stream: Callable[[Answer], Iterable[tuple[str, Json]]]
     """The events of a stream, each with its name, or "" if the API does not name events."""

@@ -54,7 +54,7 @@ def _call_of_the_test():
     name, arguments = json.loads(sys.stdin.read())
     owner = globals().get("Solution")
     function = getattr(owner(), name) if hasattr(owner, name) else globals()[name]
-    # The default is for numbers and arrays of numpy.
+    # Numbers and arrays of numpy.
     result = json.dumps(function(*arguments), default=lambda value: value.tolist())
     print("\\n{mark}" + result)
 _call_of_the_test()
@@ -329,7 +329,7 @@ class Code:
             output_bytes=6 * len(programs) * limits.output_bytes,
         )
         result = await self._sandbox.run(_CASES, stdin=json.dumps(job), limits=together)
-        # A program may write lines of its own.
+        # A program may write further lines itself.
         said = [_json(line) for line in result.stdout.split("\n")[:-1]]
         return [text if isinstance(text, str) else None for text in said] or [None]
 

@@ -75,7 +75,7 @@ class HttpReward:
         self._service = Service(settings)
 
     async def score(self, episodes: Sequence[Episode]) -> list[Score]:
-        """Waits for the answer."""
+        """Score the siblings of a prompt. Waits for the answer."""
         body = msgspec.to_builtins({"episodes": [_sent(e) for e in episodes]}, enc_hook=plain)
         answer = await self._service.post("", body, ServiceAnswer)
         metrics = answer.metrics or [{} for _ in answer.rewards]

@@ -62,7 +62,7 @@ def _pattern(text: str) -> str:
 
 
 class Judge:
-    """Asks once for each episode."""
+    """Asks the judge once for each episode."""
 
     class Settings(ServiceSettings):
         """Arguments of `judge`; `url` is that of the API, such as http://host:8000/v1."""

@@ -153,7 +153,7 @@ class RemoteTeacher:
         return Scored(np.array(column, np.float32), top)
 
     async def _of_vllm(self, token_ids: list[int]) -> Mapping[int, Place]:
-        """By the place of a token."""
+        """Ask vLLM; the log-probabilities by the place of a token. Waits for the answer."""
         body = {
             **self._model,
             "prompt": token_ids,
@@ -174,7 +174,8 @@ class RemoteTeacher:
         }
 
     async def _of_sglang(self, token_ids: list[int], first: int) -> Mapping[int, Place]:
-        """By the place of a token, from `first` on."""
+        """Ask SGLang; the log-probabilities by the place of a token, from `first` on. Waits for
+        it."""
         body = {
             "input_ids": token_ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

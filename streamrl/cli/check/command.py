@@ -4,9 +4,9 @@
     1  the machine has a problem
     2  the run cannot start, or the configuration cannot be read
 
-Without a configuration it checks only the machine, with one everything. A check is a function that
-yields findings, listed in `_OF_RUN` or `machine_findings`. Starts nothing of the run and does not
-import torch; `--deep` samples one group with the model.
+Without a configuration it checks only the machine, with one it checks everything. A check is a
+function that yields findings, listed in `_OF_RUN` or `machine_findings`. Checks start nothing of
+the run and do not import torch here; `--deep` samples one group with the model.
 
 Invariant: what keeps a run from starting goes to standard error, in the words with which `streamrl
 launch` would refuse it; everything else goes to standard output, which is valid YAML if it shows

@@ -1,8 +1,8 @@
 """Checks that prompts, reward, environment, tools and algorithm can be loaded, with the daemons'
 own look-ups, and how well programs that a model writes are isolated.
 
-Runs the user's files, as the generators do; those of `algorithm` are read and not run, since they
-import torch.
+Runs the user's files, as the generators do; those of `algorithm` are only read, since they import
+torch.
 """
 
 import re

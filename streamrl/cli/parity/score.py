@@ -1,9 +1,9 @@
 """The learner's half of `streamrl parity`: computes its log-probabilities of given tokens.
 
-Those that `parity --sample` has sampled become a report; with `--model` any sequences may be given:
-a line of the input is `{"token_ids": [...], "response_mask": [...]}`, the same line of the output
-`{"logprobs": [...]}`: nats at temperature 1, one for each token where the mask is true. They come
-from the learner's own forward pass, so that they can be held against another implementation.
+Samples of `parity --sample` become a report. With `--model` any sequences may be given: a line of
+the input is `{"token_ids": [...], "response_mask": [...]}`, and the same line of the output
+`{"logprobs": [...]}`, in nats at temperature 1, one for each token where the mask is true. They
+come from the learner's own forward pass, so they can be compared with another implementation.
 
 Invariant: the output is written whole, after the last sequence, or not at all.
 """
