@@ -59,11 +59,11 @@ async def play(agent: Agent, session: Session, context: EnvironmentContext) -> A
     limit. A failure after a limit has cut the episode is ignored: the episode counts as cut.
 
     Raises:
-        RolloutError: the agent failed, disappeared, or asked for nothing. What an engine ends with
-            is raised as it is, whatever the agent makes of it.
+        RolloutError: the agent failed, disappeared, or asked for nothing. The error with which an
+            engine ended is raised unchanged, whatever the agent makes of it.
     """
     try:
-        # The engine's first: an agent may end since it has failed.
+        # The engine's error comes first: an agent may have ended because the engine failed.
         result = await first_result(session.engine_failure(), agent.play(session, context))
     except RolloutError:
         if not (session.finish_reason.is_truncated and session.record.segments):

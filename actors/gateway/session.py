@@ -189,8 +189,8 @@ class Session:
         return FinishReason.DEADLINE if is_cut else self._finish_reason
 
     async def engine_failure(self) -> NoReturn:
-        """Raises what the engine has ended with, which is the end of more than this episode. Waits
-        for that."""
+        """Wait until the engine has failed, and raise its error, which ends more than this
+        episode."""
         await self._has_engine_failed.wait()
         assert self._engine_error is not None, "it is set before"
         raise self._engine_error
@@ -277,7 +277,7 @@ class Session:
         is_unread = message.pop("parse_error", None) is not None
         calls = message.get("tool_calls") or ()
         if not tools:
-            # Who offers none reads no calls: they are text.
+            # A client that offers no tools expects no calls, so they are text.
             said = self.renderer.decode(token_ids)
             return {"role": "assistant", "content": said} if calls else message
         self.num_invalid_turns += is_unread and not finish_reason.is_truncated

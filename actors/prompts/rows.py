@@ -395,8 +395,8 @@ _MISSING = object()
 
 
 def _value(fields: Any, key: str) -> Any:
-    """A column's name may contain a dot; a number after a dot is an index into a list, from 0. What
-    a dot reaches into may be text, as `_of_text` reads it."""
+    """Look up a column. Its name may contain dots, which reach into records, lists (by a number,
+    from 0) and text that `_of_text` reads."""
     if isinstance(fields, str):
         fields = _of_text(fields)
     if isinstance(fields, list | tuple):

@@ -142,8 +142,8 @@ class ChatTemplate:
             )
 
     def require_system(self, setting: str) -> None:
-        """Raise ConfigError if it does not render the system's message, which holds what the
-        setting says."""
+        """Raise ConfigError if the template does not render system messages, in which `setting` is
+        sent."""
         if not self._has_system:
             raise ConfigError(
                 f"{_REFUSED} leaves out messages of the role system, so the policy would not read "

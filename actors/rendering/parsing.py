@@ -43,7 +43,7 @@ from actors.rendering.chat_template import PROBED_TOOL, ChatTemplate, opened_thi
 from streamrl.errors import ConfigError, did_you_mean, read_text
 from streamrl.interfaces import Message, ToolSchema
 
-# Gemma 4, Magistral and Ministral, and Seed-OSS have their own.
+# Besides <think>, the marks of Gemma 4, of Magistral and Ministral, and of Seed-OSS.
 _THINKING = {
     "open": ["<think>", "<|channel>thought\n", "[THINK]", "<seed:think>"],
     "close": ["</think>", "<channel|>", "[/THINK]", "</seed:think>"],
@@ -375,7 +375,8 @@ def _parsed(
 
 
 def _thought(text: str, template: ResponseTemplate, prefix: str) -> Message:
-    """A message whose calls cannot be read: all of its text, or what follows its thoughts."""
+    """A message whose calls cannot be read: its thoughts apart from the rest, or all of its
+    text."""
     fields = {name: field for name, field in template.fields.items() if name != "tool_calls"}
     with suppress(ValueError, KeyError, RecursionError):
         message = _message(parse_response(text, replace(template, fields=fields), prefix=prefix))
@@ -406,12 +407,12 @@ def _calls_of(parsed: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _fault_of(parsed: Mapping[str, Any]) -> str:
-    """Why its calls cannot be run; "" for nothing."""
+    """Why a message's calls cannot be run; "" if they can."""
     return next(filter(None, map(_error_of, _calls_of(parsed))), "")
 
 
 def _message(parsed: Mapping[str, Any]) -> Message:
-    """In the form that chat templates read."""
+    """The message in the form that chat templates read."""
     message = {"role": "assistant", "content": str(parsed.get("content") or "").strip()}
     if reasoning := parsed.get("reasoning_content") or parsed.get("thinking"):
         message |= {"reasoning_content": reasoning}

@@ -1,8 +1,8 @@
 """What a response answers, and the number that a text is.
 
-A response marks its answer by a box (`\\boxed{...}` or `\\fbox{...}`, MATH), by a line behind
-"####" (GSM8K, arXiv 2110.14168) or by an element `<answer>`; of several, the last counts. A heading
-of Markdown is no mark, and what a policy writes while it thinks is no answer.
+A response marks its answer by a box (`\\boxed{...}` or `\\fbox{...}`, MATH), by a line after "####"
+(GSM8K, arXiv 2110.14168) or by an element `<answer>`; the last mark counts. A Markdown heading is
+no mark, and what a policy writes while it thinks is no answer.
 
 Invariant: one reader of numbers serves every reward, tool and validation. A number is exact. Its
 sign, thousands separators, fraction and exponent are read in every notation; what cannot be read is
@@ -29,13 +29,13 @@ _STATES = re.compile(
     r"(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut(?:\s+rather)?\b)?[\s*]*:?|:)",
     re.IGNORECASE,
 )
-# Behind an answer: of many spaces, from the first one on; the end that Minerva's prompt asks for
-# (arXiv 2206.14858).
+# A reason after an answer, beginning at the first of several spaces; or the ending that Minerva's
+# prompt asks for (arXiv 2206.14858).
 _REASON = re.compile(
     r"(?<![\s,])[\s,]\s*(?:because\b|since\b|I hope (?:it is|this is|it's) correct\b).*",
     re.DOTALL | re.IGNORECASE,
 )
-# A letter, and a sentence that takes nothing of it back.
+# A letter, followed by a sentence that does not take it back.
 _EXPLAINED = re.compile(
     r"(\**\(?[A-J]\)?\**)[.;]\s+(?=[A-Z])(?!(?:Also|And|Both|Incorrect|No|Not|Or|Wrong)\b)"
     r"(?!.*\b(?i:but|however|rather|should)\b)(?:I\b|[A-Z][a-z]\S*\s).*",
@@ -50,7 +50,7 @@ _TAKEN_BACK = re.compile(
 _SIGNS_OF_MINUS = "\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}"
 _DASHES = "\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"
 _CURRENCIES = "€£¥₹₩"
-# "$" stays, which is a unit.
+# "$" is not removed, since it counts as a unit.
 _CURRENCY = re.compile(
     rf"(?:[{_CURRENCIES}]|\bRs\b\.?)\s?(?=[-+.\d])|(?<=\d)\s?[{_CURRENCIES}](?!\s?\d)"
 )
@@ -82,7 +82,7 @@ _IN_TEXT = r"(?:\\text\{\s*)?"
 # Notations of people, with replacements that math-verify reads.
 _COMMANDS = (
     (re.compile(r"\\(?:degree|textdegree)(?![a-zA-Z])"), r"^\\circ "),
-    # An angle, of which math-verify would take the sine of as many radians.
+    # An angle in degrees, which math-verify would read as radians, in a sine for example.
     (
         re.compile(
             r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?\s*(?:(?:\\left\s*)?[({]\s*)?)"
@@ -115,13 +115,13 @@ _COUNTED = re.compile(
     r"(?<=[\d}])\s*\\(?:text|mathrm|mbox)\{[\s~]*(?P<word>[a-zA-Z]{1,15})[\s.]*"
     r"(?:(?P<further>and|or)\s*\}|\}(?:\^\{?[23]\}?)?(?=\s*[,;]|\s*\\text\{\s*(?:and|or)\s))"
 )
-# Equations below each other, with or without a brace; of arrays, those with one.
+# Equations below each other, with or without a brace; an array needs a brace.
 _SYSTEM = re.compile(
     r"(?P<brace>\\left\s*\\\{\s*)?\\begin\{(?P<name>cases|aligned|gathered|split|array)\}"
     r"(?:\{[lcr ]*\})?(?P<rows>.{1,600}?)\\end\{(?P=name)\}(?(brace)\s*\\right\s*\.)",
     re.DOTALL,
 )
-# Also as ]0; 1[, which is open.
+# Also ]0; 1[, an open interval.
 _INTERVAL = re.compile(r"([\[\](])([^\[\](),;]{1,60})[,;]([^\[\](),;]{1,60})([\[\])])")
 # Thousands separators other than commas; no plain space, which may separate two numbers.
 _THIN = r"\\[,;: ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
@@ -144,7 +144,7 @@ _COMMAS = r"\d{1,3}(?:,\d{3})+(?!,?\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!,?\d)"
 _WHOLE = rf"{_COMMAS}|\d+"
 _DIGITS = rf"(?:{_WHOLE})(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
-    # A sign behind a word, a number or a bracket subtracts.
+    # A sign after a word, a number or a bracket means subtraction.
     r"(?:(?<![\w)\]}.])(?P<sign>[-+])\s?)?(?P<currency>\$\s?)?(?P<inner>(?<=\$)[-+])?"
     rf"(?:(?P<whole>{_WHOLE}) (?=\d+\s?/))?"
     rf"(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d+)(?!\w))?"
@@ -184,9 +184,9 @@ _TIME = re.compile(r"0?(\d{1,2})(:\d\d)? ?([ap])\.? ?m")
 _ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 # The full stop of St. Louis.
 _ABBREVIATED = re.compile(r"(?<=[^\W\d_])\.(?= )")
-# Behind an answer, and no part of what is spaced in LaTeX.
+# After an answer, and not part of a LaTeX space.
 _STOP = re.compile(r"(?<!\\)(?<!\\right)[.,;]\Z")
-# What says nothing of a value, in front of it.
+# What may precede a value without changing it.
 _LEADING = re.compile(
     r"\A(?:\\(?:text)?color\s*\{[^{}]*\}|\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴"
     r"|(?:[Oo]ption|[Cc]hoice) (?=\(?[A-J]\)?\Z))\s*"
@@ -317,8 +317,8 @@ def shown_answer(text: str) -> str:
 
 
 def bare(answer: str) -> str:
-    """Without white space, bold type and quotes around it, and a full stop, comma or semicolon
-    behind it.
+    """An answer without surrounding white space, bold type and quotes, and without a final full
+    stop, comma or semicolon.
 
     >>> bare("**B.**"), bare("**B**."), bare("5;"), bare("`B`."), bare("1, 2, ...")
     ('B', 'B', '5', 'B', '1, 2, ...')
@@ -386,7 +386,8 @@ def latex(text: str) -> str:
 
 
 def _equations(found: re.Match[str]) -> str:
-    """Side by side; as they are where an & parts more than their sides, as of a matrix."""
+    """The equations side by side; unchanged if an & separates more than their sides, as in a
+    matrix."""
     rows = re.split(r"\\\\", re.sub(r"&\s*=|=\s*&", "=", found["rows"]))
     is_list = found["brace"] or found["name"] != "array"
     if not is_list or not all("=" in row and "&" not in row for row in rows if row.strip()):
@@ -410,7 +411,7 @@ def _interval(found: re.Match[str]) -> str:
 
 
 def _joined(text: str) -> str:
-    """The digits of a number side by side or with commas, its minus that of a keyboard."""
+    """Numbers with their digits adjacent or with commas between, and with the keyboard's minus."""
     text = _DASH.sub("-", text.translate(_TYPED)).replace("{,}", ",")
     return _THOUSANDS.sub("", _CURRENCY.sub("", _CLOSER.sub("", text))).replace("~", " ")
 
@@ -463,8 +464,8 @@ def words(text: str) -> str:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The number that an answer begins with, behind its last "=" if it has one; else its last.
-    None of a formula that goes on, whose value is another.
+    """The number that an answer begins with (after its last "=", if any); else its last number.
+    None if a formula continues after the number, since its value is another.
 
     >>> number_in("x = -1,007 apples"), number_in("\\\\frac{1}{2}"), number_in("none")
     (Fraction(-1007, 1), Fraction(1, 2), None)

@@ -75,8 +75,8 @@ def math_at_once(episode: Episode) -> Score | None:
 
 
 def acceptable(gold: Any) -> Sequence[str]:
-    """Each of a list; a text is a list where it is one of texts, as JSON or Python has it. Of a
-    solution, as GSM8K and MATH have it, the answer that it marks."""
+    """The acceptable answers: those of a list, or of a text that is a list of texts in JSON or
+    Python. A solution, as in GSM8K and MATH, stands for the answer that it marks."""
     if isinstance(gold, str) and gold.lstrip().startswith(('["', "['")):
         gold = decoded(gold)
     golds = map(str, gold if isinstance(gold, list | tuple) else [gold])

@@ -221,8 +221,8 @@ def _is_equal(gold: str, expression: str, forms: Forms, strict: bool) -> bool:
 
 
 def _alike(wanted: Any, given: Any) -> Iterator[tuple[Basic, Basic]]:
-    """Two formulas of different kinds as one kind, where they may be as one: a solved inequality
-    and an interval, a row or a column and a point; and with i as the unit that it is."""
+    """Yield other readings of two formulas in which they may be equal: a solved inequality and an
+    interval as sets, a row or a column as a point, and i as the imaginary unit."""
     if isinstance(wanted, MatrixBase) != isinstance(given, MatrixBase):
         yield _point(wanted), _point(given)
     complex_ones = _complex(wanted), _complex(given)
@@ -234,7 +234,8 @@ def _alike(wanted: Any, given: Any) -> Iterator[tuple[Basic, Basic]]:
 
 
 def _complex(formula: Any) -> Any:
-    """The formula as it is where i can be no unit, as in an inequality."""
+    """The formula with i as the imaginary unit; unchanged if i cannot be that, as in an
+    inequality."""
     units = [s for s in getattr(formula, "free_symbols", ()) if s.name == "i"]
     with suppress(TypeError, ValueError):
         return formula.subs(dict.fromkeys(units, I)) if units else formula

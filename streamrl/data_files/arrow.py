@@ -58,7 +58,7 @@ def _as_written(table: Any) -> Any:
 
 
 def _with_floats(kind: Any, floats: Any) -> Any:
-    """The type with these in place of floats of 32 bits, at every depth of lists and records."""
+    """The type with 32-bit floats replaced by `floats`, at every depth of lists and records."""
     import pyarrow
 
     types = pyarrow.types

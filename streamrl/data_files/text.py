@@ -20,13 +20,13 @@ from streamrl.errors import ConfigError, reading
 
 COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 _MARK = "\ufeff"
-"""With which Windows begins text."""
+"""The byte order mark with which Windows begins text files."""
 
 
 class JsonLines:
-    """One object a line; where its lines begin is in memory, and all of a compressed file. A line
-    that is written over before it is read is refused; lines that are added are not read, and a file
-    that is replaced is read on as it was."""
+    """One object per line. Only the positions of the lines are in memory, except for a compressed
+    file, which is there as a whole. A line that is overwritten before it is read is refused;
+    appended lines are not read; of a replaced file the old version is read."""
 
     def __init__(self, setting: str, path: Path) -> None:
         self._setting, self._path = setting, path
@@ -34,7 +34,7 @@ class JsonLines:
         self._starts, self._sizes, self._numbers = array("q"), array("q"), array("q")
         self._digests = array("Q")
         start = 0
-        # A line ends with a newline only: others may stand in a JSON string.
+        # Only a newline ends a line: other line separators may occur in a JSON string.
         for number, line in enumerate(self._file, 1):
             if not line.isspace():
                 self._starts.append(start)

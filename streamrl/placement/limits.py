@@ -116,10 +116,10 @@ def require_liger(why_not: str | None) -> None:
 
 
 def require_shared_tokens(facts: Facts, size: int, num_tensor: int = 1, *, has_state: bool) -> None:
-    """Raise ConfigError if `size` x `num_tensor` ranks cannot share the heads of the model, or it
-    carries state along tokens."""
+    """Raise ConfigError if `size` x `num_tensor` ranks cannot share the model's heads, or
+    trajectories cannot be cut because of other layers or position embeddings."""
     name, setting = facts.get("model_type"), f"learner.mesh.sequence: was {size}"
-    # Families of hybrids have models of attention alone, too, which say so.
+    # Hybrid families also have models with attention only, whose `layer_types` say so.
     types = facts.get("layer_types") or (["recurrent ones"] if has_state else ())
     if others := sorted({*types} - _ATTENTION_LAYERS):
         raise ConfigError(

@@ -29,7 +29,7 @@ _CPU_KV_CACHE_BYTES = 512 * 2**20
 _REPORT_EVERY_TOKENS = 32
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-# By its name `uni` vLLM replaces it on CPUs, where it would have to bind threads to cores.
+# Under its short name `uni`, vLLM replaces it on CPUs by one that must bind threads to cores.
 IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _FIXED: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
@@ -58,8 +58,8 @@ def engine_arguments(config: RunConfig, facts: ModelFacts, *, seed: int) -> Asyn
             # step; on a machine with few cores nothing else would run for seconds.
             chosen = {"distributed_executor_backend": IN_ONE_PROCESS} | chosen
     else:
-        # As `vllm serve` does: once anybody here, a reward's module maybe, has asked torch whether
-        # there is a GPU, a forked process gets none, and vLLM looks for less than that.
+        # As `vllm serve` does: if something in this process, such as a reward's module, has asked
+        # torch for a GPU, a forked process gets none, and vLLM does not notice every such case.
         os.environ.setdefault(_START_METHOD, "spawn")
     try:
         return AsyncEngineArgs(

@@ -206,7 +206,7 @@ class VllmPrompt:
 
 
 _AGAIN_S, _CHECK_S = 0.05, 1.0
-# After it vLLM's processes are killed; they hold no state.
+# After this time vLLM's processes are killed; they have no state to save.
 _SHUTDOWN_S = 1.0
 
 
@@ -297,8 +297,8 @@ class VllmEngine(UpdatableEngine):
         await asyncio.to_thread(self._llm.shutdown, timeout=_SHUTDOWN_S)
 
     async def load_weights(self, update: WeightUpdate) -> LoadReport:
-        """Also waits for vLLM's end, after which a call that it has not answered waits for good
-        (https://github.com/vllm-project/vllm/pull/56416).
+        """Load an update. Waits for that or for vLLM's end, after which an unanswered call would
+        wait forever (https://github.com/vllm-project/vllm/pull/56416).
 
         Raises:
             TransportError: vLLM has ended.

@@ -131,7 +131,7 @@ def _messages(message: _Message) -> Iterator[Message]:
 
 
 def _call(use: _ToolUse) -> Json:
-    # As text, in which a null is one that the policy wrote.
+    # As text, so that nulls that the policy wrote stay.
     function = {"name": use.name, "arguments": json_text(use.input)}
     return {"id": use.id, "type": "function", "function": function}
 

@@ -34,9 +34,9 @@ COLUMNS = (
     *("test_code", "test_cases", "verification_info"),
     *("public_tests", "private_tests", "generated_tests"),
 )
-"""Where tests are looked for, unless a column is named; then in `inputs` and `outputs`, and then
-in the answer."""
-# What stands in the middle of a line, such as a text in the code, ends no block.
+"""Columns that are searched for tests unless one is named; `inputs` and `outputs` come next, and
+the answer last."""
+# A mark in the middle of a line, such as in a text in the code, does not end the block.
 _BLOCK = re.compile(
     r"(?:^([ \t]+))?```[ \t]*+([^\s`]*+)[^\n`]*\n(.*?)(?:^[ \t]*```|```[ \t\r]*$|\Z)",
     re.DOTALL | re.MULTILINE,
@@ -82,8 +82,8 @@ class _UnreadableError(ValueError):
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """Of each block of code in a text the language that it names, and what is in it, as far to the
-    left as its mark.
+    """The code blocks of a text: the language that each names, and its code, unindented as far as
+    its mark is indented.
 
     >>> blocks("1. So:\\n   ```py\\n   print('```')\\n   ```")
     [('py', "print('```')\\n")]

@@ -47,7 +47,7 @@ class ChatAnswer(Struct, frozen=True):
     choices: list[JudgeChoice]
 
 
-# Behind a score, also where it is bold.
+# What may follow a score, also a bold one.
 _OUT_OF = re.compile(r"[*}\])]{0,4}\s?(?:[(]?(?:/|out of)\s?(\d+(?:\.\d+)?)|\\?%)")
 
 

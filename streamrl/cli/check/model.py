@@ -58,7 +58,7 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
 
 
 def _check_others(config: RunConfig, tokenizer: ModelFolder) -> Iterator[Finding]:
-    """Whether the models beside the policy are there, and know its tokens."""
+    """Check that the models besides the policy exist, and know its tokens."""
     algorithm = config.algorithm
     taught = () if algorithm.distillation is None else algorithm.distillation.teachers
     named = [("algorithm.value.model_path", algorithm.value.model_path)]
