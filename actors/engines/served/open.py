@@ -5,7 +5,7 @@ A server's label of its weights says whose it is:
 
     the label of           a generator of the run       an engine by itself
     this run               uses the server as it is     -
-    another run, in use    ends with a sentence         ends with a sentence
+    another run, in use    ends with an error           ends with an error
     another run, unused    takes it                     restores the model folder's weights
     somebody else, or none takes it                     restores the model folder's weights
 

@@ -1,10 +1,10 @@
 """One engine on several servers of the same model; it acts like a router in front of them.
 
-    a request        goes to the server with the fewest; the turns of an episode stay on one, whose
-                     cache has their prefix
-    an update        is received by each server by itself (`actors.engines.targets`)
-    a server that is gone  costs its requests only, which are sampled again on another one
-    one that is back       gets the newest weights before its first request
+    a request        goes to the server with the fewest requests; the turns of an episode stay on
+                     one server, whose cache has their prefix
+    an update        is received by each server separately (`actors.engines.targets`)
+    a lost server    loses only its requests, which are sampled again on another one
+    a returned one   gets the newest weights before its first request
 
 Invariant: a request goes only to a server that has loaded the newest version sent to it. The engine
 fails, with the TransportError that ends the generator, once no server is up for `retry_timeout_s`.

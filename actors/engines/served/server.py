@@ -177,7 +177,7 @@ class Labeled(Struct, frozen=True):
 
 class Server(ABC):
     """One server, for a run with `config`. Once `actors.engines.served.open` has attached it, it
-    holds the model folder's weights or, with `labels.is_shared`, those it got from this or another
+    has the model folder's weights or, with `labels.is_shared`, weights from this or another
     generator of the run.
     """
 

@@ -3,9 +3,9 @@
 A token's recorded version is that of the weights whose forward pass sampled it, by SGLang's own
 spans of labels. Which version the KV cache belongs to depends on `generator.sglang.pause_mode`:
 
-    keep    requests in flight go on; the KV cache of their earlier tokens stays of the version that
-            computed it, or, with recompute_kv, is computed again
-    abort   requests in flight begin anew, so all of a completion is of one version
+    keep    requests in flight continue; the KV cache of their earlier tokens remains that of the
+            version that computed it or, with recompute_kv, is computed again
+    abort   requests in flight start over, so a completion has a single version
 
 SGLang reports log-probabilities after temperature. With top-k or top-p, those of the truncated
 distribution come with its sampling mask, which has at most sampling_mask_max_tokens (4096)

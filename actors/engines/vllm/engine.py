@@ -6,11 +6,11 @@ A token's recorded version is that of the weights whose forward pass sampled it,
 label, which changes only while vLLM is paused. Which version the KV cache belongs to depends on
 `generator.vllm.pause_mode`:
 
-    keep    requests in flight go on; the KV cache of their earlier tokens stays of the version that
-            computed it or, with recompute_kv, is computed again. Those without a token yet begin
-            anew, so that none reuses a prefix that the old version has computed
-    wait    requests in flight end first, so all of a completion is of one version
-    abort   requests in flight begin anew, so all of a completion is of one version
+    keep    requests in flight continue; the KV cache of their earlier tokens remains that of the
+            version that computed it or, with recompute_kv, is computed again. Requests without a
+            token start over, so that none reuses a prefix that the old version has computed
+    wait    requests in flight end first, so a completion has a single version
+    abort   requests in flight start over, so a completion has a single version
 
 Invariant: every request gets one answer: a completion, its own RolloutError, or, if vLLM has ended,
 a TransportError with the last line of vLLM's errors.
