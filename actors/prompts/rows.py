@@ -422,8 +422,8 @@ def _content(value: Any) -> str | tuple[Message, ...]:
 
 
 def _of_text(text: str) -> Any:
-    """The value of a text in JSON, or as Python prints it, which CSV files of pandas have for
-    records; None for other text."""
+    """The value of a text in JSON, or as Python prints it (as in CSV files of pandas); None for
+    other text."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     with (

@@ -126,7 +126,7 @@ _INTERVAL = re.compile(r"([\[\](])([^\[\](),;]{1,60})[,;]([^\[\](),;]{1,60})([\[
 # Thousands separators other than commas; no plain space, which may separate two numbers.
 _THIN = r"\\[,;: ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
 _THOUSANDS = re.compile(rf"(?<=\d)(?:{_THIN})(?=\d{{3}}(?!\d))")
-# Of MATH: 11,\! 111.
+# As in MATH: 11,\! 111.
 _CLOSER = re.compile(r"(?<=,)\\!\s*(?=\d)|\\!")
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"

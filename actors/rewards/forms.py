@@ -250,8 +250,8 @@ def _prompt(episode: Episode) -> str | list[dict[str, Any]]:
 
 def _completion(episode: Episode) -> str | list[dict[str, Any]]:
     """The completion: text after a text prompt; after messages, the messages that followed. The
-    content of an answer at their end has its thoughts, where rewards of a format look for them;
-    not those that special tokens mark, which are not in the text of the response."""
+    content of a final answer includes its thoughts, since rewards for a format look for them there;
+    but not thoughts marked by special tokens, which are not in the response's text."""
     content = episode.prompt.content
     if isinstance(content, str):
         return episode.response

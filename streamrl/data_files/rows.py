@@ -86,7 +86,8 @@ def as_json_values(value: Any) -> Any:
             with suppress(UnicodeDecodeError):
                 return value.decode()
         case _ if getattr(value, "dtype", None) == "float32" and hasattr(value, "__array__"):
-            # The decimals that they were written as; arrays of JAX do not become texts themselves.
+            # Floats with the decimals that they were written with. JAX arrays cannot be cast to
+            # str, so `__array__`.
             return value.__array__().astype(str).astype(float).tolist()
         case _ if hasattr(value, "tolist"):
             return as_json_values(value.tolist())

@@ -467,9 +467,8 @@ def not_installed(prompt: Prompt, modules: Sequence[str]) -> str:
 
 
 def _header(episode: Episode, solution: str) -> str:
-    """The beginning of a function, of which the solution may be the body: HumanEval's prompt, or
-    that of BigCodeBench. Before a whole solution that leaves out a function that the prompt gives,
-    what stands beside its own there."""
+    """The head of a function whose body the solution may be: HumanEval's prompt, or BigCodeBench's.
+    For a whole solution that leaves out another function of the prompt: the rest of the prompt."""
     row = episode.prompt.row
     entry_point = str(row.get("entry_point") or "")
     prompts = (row.get(name) for name in ("prompt", "complete_prompt", "code_prompt"))
