@@ -1,8 +1,7 @@
-"""What settings and features of verl, ROLL, TRL and prime-rl are here, and what is missing.
+"""Which settings and features of verl, ROLL, TRL and prime-rl StreamRL has, and which are missing.
 
-Invariant: what `streamrl check` says of a name and what the page says of it are one text. A name
-with which nothing is lost is not on the page: `streamrl check` and `streamrl import` say what it is
-here.
+Invariant: `streamrl check` and the page say the same text about a name. A name that loses nothing
+here is not on the page: `streamrl check` and `streamrl import` tell its name here.
 """
 
 from collections import Counter
@@ -17,12 +16,12 @@ STATUSES: Mapping[str, str] = {
     "missing": "not there",
     "not applicable": "nothing here that it could set",
 }
-"""By name, what it means."""
+"""The meaning of each status, by its name."""
 _MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
 
 
 def entries() -> tuple[ForeignName, ...]:
-    """All lines, section by section."""
+    """Return all lines, section by section."""
     return tuple(name for system in SYSTEMS for name in _by_section(foreign_names(system).values()))
 
 
@@ -33,7 +32,7 @@ def _by_section(names: Iterable[ForeignName]) -> list[ForeignName]:
 
 
 def counts(found: Iterable[ForeignName]) -> str:
-    """How many names of each system have each status, as a table."""
+    """Return a table of how many names of each system have each status."""
     found = list(found)
     systems = list(dict.fromkeys(entry.system for entry in found))
     rows = (
@@ -46,8 +45,8 @@ def counts(found: Iterable[ForeignName]) -> str:
 
 
 def parts(system: str, found: Iterable[ForeignName]) -> Iterator[str]:
-    """One system in Markdown: a table of what is a setting here that does less, and a list of what
-    is missing; names that are one thing here are in one line."""
+    """Yield one system in Markdown: a table of names whose setting here does less, and a list of
+    what is missing; names with the same counterpart share a line."""
     own = [entry for entry in found if entry.system == system and is_shown(entry)]
     set_here = [entry for entry in own if entry.status == "partly"]
     often = Counter(note for _, note in _same(set_here))
@@ -70,12 +69,12 @@ def parts(system: str, found: Iterable[ForeignName]) -> Iterator[str]:
 
 
 def is_shown(entry: ForeignName) -> bool:
-    """Whether something is lost with it."""
+    """Whether the name loses something here."""
     return entry.status in ("partly", "missing")
 
 
 def _same(members: Iterable[ForeignName]) -> dict[tuple[str, str], list[str]]:
-    """The names of what is one thing here: by setting and note."""
+    """Return the names that are the same here, by setting and note."""
     names: dict[tuple[str, str], list[str]] = {}
     for entry in members:
         names.setdefault((entry.here, entry.note), []).append(entry.name)

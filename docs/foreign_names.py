@@ -2,10 +2,10 @@
 
     pip download --no-deps verl==0.9.1 && python -m docs.foreign_names verl 0.9.1 verl-0.9.1-*.whl
 
-Lines that the release still has keep their meaning and get its defaults; those that it has no more
-go to the file without a release. What is new has no meaning yet, which a test refuses: `git diff`
-shows what to write. TRL is read in the same way, with the installed transformers; ROLL, of which
-there is no package, from a zip archive of its repository.
+Lines whose names the release still has keep their meaning and get its defaults; the others go to
+the file without a release in its name. New names have no meaning yet, which a test refuses: `git
+diff` shows what to write. TRL is read in the same way, with the installed transformers; ROLL, which
+has no package, is read from a zip archive of its repository.
 """
 
 import ast
@@ -30,13 +30,13 @@ COLUMNS = [field for field in ForeignName._fields if field != "system"]
 _NAME = re.compile(r"[\w.*-]*\w[.*]*")
 
 Names = Mapping[str, str]
-"""By name, the default as YAML; "" without one."""
+"""The default of each name as YAML; "" without one."""
 Classes = Mapping[str, ast.ClassDef]
 
 
 def verl(archive: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
-    """All keys of the trainers' files, which verl writes out with all that they are made of; the
-    defaults are those of ppo_trainer."""
+    """Yield all keys of the trainers' generated files, which include all parts of a configuration;
+    those of ppo_trainer come first, so its defaults count."""
     for pattern in ("ppo_trainer", "*"):
         for text in _texts(archive, f"verl/trainer/config/_generated_{pattern}.yaml"):
             yield from _leaves(yaml.safe_load(text))
@@ -46,7 +46,7 @@ def verl(archive: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
 
 
 def trl(archive: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
-    """The arguments of its command line for GRPO, and those of its trainer."""
+    """Yield the arguments of TRL's command line for GRPO, and those of its trainer."""
     classes = _classes(archive, "trl/trainer/*_config.py", "trl/scripts/utils.py")
     for name in ("GRPOConfig", "ModelConfig", "ScriptArguments", "DatasetMixtureConfig"):
         yield from _fields(name, classes)
@@ -58,7 +58,7 @@ def trl(archive: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
 
 
 def roll(archive: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
-    """The fields of the configurations of its pipelines, and of what they hold."""
+    """Yield the fields of the configurations of ROLL's pipelines, and of the classes in them."""
     classes = _classes(archive, "*roll/configs/*.py", "*roll/pipeline/*_config.py")
     for name in ("RLVRConfig", "AgenticConfig"):
         yield from _fields(name, classes)
@@ -72,7 +72,7 @@ READERS: Mapping[str, Callable[[zipfile.ZipFile], Iterator[tuple[str, str]]]] = 
 
 
 def update(system: str, names: Names) -> tuple[list[ForeignName], list[ForeignName]]:
-    """The lines of a release with these names, and those that it has no more."""
+    """Return the lines of a release with these names, and the lines that it no longer has."""
     ours: list[ForeignName] = []
     others: list[ForeignName] = []
     for line in foreign_names(system).values():
@@ -109,7 +109,7 @@ def _write(file: Path, lines: Iterable[ForeignName]) -> None:
 
 
 def _covers(line: str, name: str) -> bool:
-    """Whether a line is of this name of a release, as `find_foreign_name` would say."""
+    """Whether `find_foreign_name` would find this line for this name of a release."""
     pattern = line.removeprefix("*.")
     ends = [pattern, pattern.removesuffix(".*")]
     places = [*ends, *(f"*.{end}" for end in ends if "." in line)]
@@ -142,8 +142,8 @@ def _classes(archive: zipfile.ZipFile, *patterns: str) -> Classes:
 
 
 def _fields(name: str, classes: Classes, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Of the dataclass and the classes that it comes from; those of a field that is a dataclass
-    stand below its name."""
+    """Yield the fields of a dataclass and its bases; if a field is a dataclass, its fields come
+    below its name."""
     node = classes[name]
     for field in node.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
@@ -159,7 +159,7 @@ def _fields(name: str, classes: Classes, prefix: str = "") -> Iterator[tuple[str
 
 
 def _default(value: ast.expr | None) -> str:
-    """Of `= 3` and `= field(default=3)`."""
+    """Return the default in `= 3` and `= field(default=3)`, as YAML; "" if there is none."""
     if isinstance(value, ast.Call):
         value = next((word.value for word in value.keywords if word.arg == "default"), None)
     try:

@@ -1,9 +1,10 @@
 """The configuration reference as Markdown, read from the pydantic models.
 
-Invariant: every field of every section stands in it, with its default, what is allowed, and its
-meaning; those of a section in two places stand at the first, and the second names it. Below a
-section whose record another setting chooses, such as `loss_config`, stands what each record adds.
-A section that says nothing of itself where it is a field has no row there, but its heading.
+Invariant: the reference has every field of every section, with its default, the allowed values and
+its meaning. The fields of a section in two places are at the first, which the second names. If
+another setting chooses a section's record, as for `loss_config`, the section is followed by what
+each record adds. A field that is a section has a row only if it has a docstring; else, only a
+heading.
 """
 
 import ast
@@ -47,7 +48,7 @@ _NAMES: dict[Any, str] = {
 
 
 def sections(model: type[BaseModel]) -> Iterator[str]:
-    """The Markdown sections of the models in its fields, each before those in its own, in order."""
+    """Yield a Markdown section for each model in the fields, each before those in its own."""
     yield from _sections(model, "", {})
 
 
@@ -67,7 +68,7 @@ def _sections(
 
 
 def settings(model: type[BaseModel], path: str = "") -> Iterator[str]:
-    """The dotted name of every setting that is a value and not a section."""
+    """Yield the dotted name of every setting that is a value and not a section."""
     for name, field in model.model_fields.items():
         if not list(_models(field.annotation)):
             yield f"{path}.{name}" if path else name
@@ -84,14 +85,15 @@ def _nested(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseM
 
 
 def _is_list(annotation: Any) -> bool:
-    """Whether its sections stand in a list, which may be one form of several."""
+    """Whether the annotation's sections are in a list, which may be one form of several."""
     if get_origin(annotation) is tuple:
         return any(_models(annotation))
     return any(map(_is_list, get_args(annotation)))
 
 
 def _choices(model: type[BaseModel]) -> str:
-    """What the records that a name beside the section chooses add to it; equal rows are one."""
+    """Return what each record that another setting may choose adds to a section; equal rows are
+    joined."""
     names: dict[type[BaseModel], list[str]] = {}
     for name, record in _RECORDS[model].items():
         if record.model_fields.keys() - model.model_fields.keys():
@@ -126,7 +128,7 @@ def _heading(path: str) -> str:
 
 
 def _anchor(path: str) -> str:
-    """Of the heading, as Markdown makes it."""
+    """Return the anchor that Markdown makes for the heading."""
     return path.replace(".", "").replace("[]", "")
 
 
@@ -137,8 +139,8 @@ def _row(model: type[BaseModel], name: str, field: FieldInfo) -> str:
 
 @cache
 def _meanings(model: type[BaseModel]) -> Mapping[str, str]:
-    """What stands below the fields, by name. Pydantic would read it at the import of the models,
-    which takes as long as all the rest of that."""
+    """Return the docstrings below the fields, by field name. Pydantic could read them when the
+    models are imported, but that would double the time of the import."""
     inherited = [base for base in reversed(model.__bases__) if issubclass(base, BaseModel)]
     found = {name: text for base in inherited for name, text in _meanings(base).items()}
     if model is BaseModel:
@@ -156,7 +158,7 @@ def _meanings(model: type[BaseModel]) -> Mapping[str, str]:
 
 
 def _values(field: FieldInfo) -> str:
-    """What is allowed, in parentheses, but for what the default shows by itself."""
+    """Return the allowed values in parentheses, except what the default shows by itself."""
     shown: dict[type, set[str]] = {
         bool: {"true or false"},
         int: {"integer"},
@@ -174,7 +176,7 @@ def _values(field: FieldInfo) -> str:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections in an annotation, in order, inside unions, tuples and `Annotated` too."""
+    """Yield the sections in an annotation, in order, also inside unions, tuples and `Annotated`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):

@@ -21,13 +21,13 @@ function number(value) {
   return size && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 }
 
-// ---- charts: uPlot draws, these are its data and its options ----------------------------------
+// ---- charts: data and options for uPlot, which draws them -------------------------------------
 
 const { step: steps, time: times } = data.steps;
 const span = (times.at(-1) || 0) - (times[0] || 0);
 const [unitSize, unit] = span < 300 ? [1, "s"] : span < 18000 ? [60, "min"] : [3600, "h"];
 
-// Versions have the time of their step.
+// A version has the time of its step.
 function placesOf(series) {
   if (view.x === "steps") return series.step;
   const timeOf = (step) => times[Math.max(0, steps.findLastIndex((s) => s <= step))] || times[0];
@@ -39,7 +39,7 @@ function smooth(values) {
   return values.map((v) => (v === null ? null : (state = state === null ? v : view.smoothing * state + (1 - view.smoothing) * v)));
 }
 
-// Lines as they are, stacked kinds one upon the other.
+// Lines stay as they are; series of a stacked chart are added up.
 function rowsOf({ kind, series }) {
   const rows = Object.entries(series).map(([name, label]) => {
     const source = data.steps.metrics[name] ? data.steps : data.versions;
@@ -59,7 +59,7 @@ const padded = (u, low, high) => {
   return [from === 0 ? 0 : from - room, high + room];
 };
 
-// The value there, or the last one before it that was measured.
+// The value at a point, or the last value measured before it.
 function valueAt(values, i) {
   while (i >= 0 && (values[i] ?? null) === null) i -= 1;
   return i < 0 ? "-" : number(values[i]);
@@ -118,7 +118,7 @@ function draw(chart) {
   host.querySelector("canvas").setAttribute("aria-label", spec.title);
 }
 
-// Drawn when it has a width: what is folded, once it is unfolded.
+// Draw a chart once it has a width: a folded one when it is unfolded.
 const resized = new ResizeObserver((entries) => {
   for (const { target: host } of entries) {
     const chart = charts.find((c) => c.host === host), width = host.clientWidth;
@@ -158,7 +158,7 @@ function makeMessage(message) {
   return text;
 }
 
-// Of several versions the responses to one prompt stand side by side.
+// The responses of several versions to one prompt, side by side.
 function makeSample(sample) {
   const said = [sample.verdict, sample.facts].filter(Boolean).map((text) => node("p", { textContent: text }));
   const prompt = sample.prompt ? [node("pre", { className: "prompt", textContent: sample.prompt })] : [];
