@@ -157,9 +157,10 @@ def _sole_maker(config: RunConfig) -> Iterator[None]:
 
 
 def describe(folder: Path) -> str:
-    """
+    """Return a line about the model in the folder.
+
     Raises:
-        ConfigError: the folder is not that of a model.
+        ConfigError: the folder has no config.json or no weights.
     """
     found = ModelFolder(folder, "MODEL")
     if not (folder / "config.json").is_file() or not found.has_weights:
@@ -191,7 +192,7 @@ def _download(repository: str, folder: Path) -> None:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write the files of the model in a GGUF file into the folder.
+    """Convert the model in a GGUF file, and write its files into the folder.
 
     Raises:
         ConfigError: gguf is not installed, or transformers cannot read the file.

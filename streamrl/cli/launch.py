@@ -1,8 +1,8 @@
-"""`streamrl launch`: everything a run needs on this machine, as separate processes.
+"""`streamrl launch`: runs everything a run needs on this machine, as separate processes.
 
-Checks; makes the model if it has a recipe; compares engine and learner if `parity` sets a
-threshold; runs buffer, learner and generators until the learner ends or a signal comes; evaluates;
-reports.
+A launch checks the run; makes the model if it has a recipe; compares engine and learner if `parity`
+sets a threshold; runs buffer, learner and generators until the learner ends or a signal arrives;
+evaluates; and reports.
 """
 
 import argparse
@@ -42,7 +42,8 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def main(arguments: argparse.Namespace, fork_server: ForkServer | None) -> int:
     """Launch on this machine, or where the options say; return the exit code."""
     for name in _OF_RANKS:
-        # With these, a learner would wait for ranks that nobody starts; a launch starts its own.
+        # With these set, a learner would wait for ranks that nobody starts; a launch starts its
+        # own ranks.
         os.environ.pop(name, None)
     loaded, refusal = load_usable(config_file(arguments), arguments.overrides)
     hand_down(arguments, loaded.config.buffer.password_of_url)

@@ -1,7 +1,7 @@
 """`streamrl`: the command line. Parses the arguments and runs the command that they name.
 
-Invariant: nothing heavy is imported until a command is chosen and a configuration that it takes is
-known to be valid, so help and errors come at once.
+Invariant: nothing heavy is imported before a command is chosen and its configuration, if it takes
+one, is known to be valid; so help and errors appear at once.
 """
 
 import argparse

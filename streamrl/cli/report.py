@@ -336,7 +336,8 @@ _OF_STATE = ("steps", "time of the steps")
 
 
 def about(config: RunConfig, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The run and its settings, and the rows of its summary: numbers as tiles, sentences below."""
+    """Return the run and its settings, and the summary's rows: numbers as tiles, sentences as
+    notes."""
     known = dict(rows)
     took = f" in {known['time of the steps']}" if "time of the steps" in known else ""
     failed = "failed after " if "launch failed" in known else ""
@@ -368,7 +369,7 @@ def _facts(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _model(config: RunConfig) -> str:
-    """Its hub name, or its folder's own name."""
+    """Return the model's name on the hub, or the name of its folder."""
     path, recipe = Path(config.model.path), config.model.recipe
     if recipe is None:
         return path.name if path.is_absolute() else config.model.path
@@ -471,7 +472,7 @@ def _of_text(line: str) -> _Record | None:
 
 
 def _of_json(line: str) -> _Record | None:
-    """A line of `streamrl.log_lines`."""
+    """Read a line that `streamrl.log_lines` has written."""
     try:
         fields = json.loads(line)
         time_s = datetime.fromisoformat(fields["time"]).timestamp()

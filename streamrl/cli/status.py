@@ -160,7 +160,7 @@ def verdict(status: RunStatus) -> str:
         folder = status.config.run.path
         remedy = resume_command(folder)
         if status.reading.stats is not None and not (folder / DATA_FILE).exists():
-            # Of daemons started one by one: that of a launch ends next.
+            # The daemons were started one by one. (The buffer of a launch is about to end.)
             remedy = f"streamrl learner --config {folder / RESOLVED_FILE} --resume"
         more = " --set run.max_steps=N" if is_done else ""
         return f"{outcome(status.reading)}; {remedy}{more} goes on with it"
@@ -294,7 +294,7 @@ def failures_of(reading: Reading) -> str:
 
 
 def awaited_group(reading: Reading) -> str:
-    """A sentence about the group that the run waits for; "" if it waits for none."""
+    """Return a sentence about the group that the run waits for; "" if it waits for none."""
     return "" if reading.stats is None or reading.is_over else lasting_wait(reading.stats)
 
 

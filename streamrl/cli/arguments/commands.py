@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _meant(parsed: argparse.Namespace, word: str, known: Sequence[str]) -> str:
-    """What was probably meant by a word that the command does not take."""
+    """Return what was probably meant by a word that the command does not take."""
     if "--set" in known and (setting := _SETTING.fullmatch(word)):
         return f"a setting is changed by --set {setting[1] or setting[2]}={setting[3] or 'VALUE'}"
     if word.startswith("-"):

@@ -114,7 +114,7 @@ class RunAudit:
     faults: tuple[str, ...]
 
     def lines(self) -> Iterator[str]:
-        """Everything, with the verdict last."""
+        """Yield all lines, with the verdict last."""
         yield from self.findings
         yield from self.faults
         yield f"{len(self.faults)} faults" if self.faults else "in order"

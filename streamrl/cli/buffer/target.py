@@ -76,7 +76,7 @@ async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
 
 
 async def read_stats(found: RunConfig | str) -> tuple[BufferStats | None, str]:
-    """The buffer's stats, or why there are none. Waits a few seconds for it."""
+    """Return the buffer's stats, or why there are none. Waits a few seconds for the buffer."""
     url = found if isinstance(found, str) else found.buffer.url
     if not await _is_listening(url):
         return None, _absence(url)
@@ -121,7 +121,7 @@ def read_folder(config: RunConfig) -> Reading:
 
 
 def _place(url: str) -> tuple[str, int] | None:
-    """Host and port; None for a URL without either, or with several of them."""
+    """Return host and port; None if the URL lacks one of them, or names several places."""
     (host, port), *others = places_of(url)
     is_one = host and not others and is_port(port) and int(port) > 0
     return (host, int(port)) if is_one else None

@@ -74,7 +74,7 @@ def _check(file: str, overrides: Sequence[str], errors: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code = 0
     try:
-        # Imported here, so that the launcher does not import it.
+        # Imported here, so that the launcher need not import it.
         from streamrl.cli.check.command import machine_problems, refusals, run_findings
 
         loaded, refused = load_usable(file, overrides)

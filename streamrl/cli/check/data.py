@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 _SCANNED, _SCORED = 256, 16
 _LARGEST_SCAN = 2000
-"""How many prompts to read at most: a user's code may take any time for each."""
+"""The largest number of prompts to read from user code, which may take any time for each."""
 
 
 def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]:
-    """A warning if prompts of `data.source` are also held out, whatever their answers. Sources that
-    generate prompts keep them apart themselves."""
+    """Warn if prompts of `data.source` are also held out, whatever their answers. Sources that
+    generate prompts keep the two apart themselves."""
     own = [
         source
         for source in data.sources
@@ -93,15 +93,15 @@ def _key(prompt: Prompt) -> str:
 
 
 def check_data(config: RunConfig) -> Iterator[Finding]:
-    """Check prompts and tools with one renderer, as a generator has."""
+    """Check prompts and tools with one shared renderer, as in a generator."""
     renderer = cache(partial(_renderer, config))
     yield from check_prompts(config, renderer)
     yield from DATA.up_to_refusal(check_tools(config, renderer))
 
 
 def check_tools(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
-    """Check the tools. Starts no server. Loads the tokenizer, if available, for environments that
-    talk to the policy in messages."""
+    """Check the tools without starting a server. Loads the tokenizer, if available, for
+    environments other than single_turn."""
     generator = config.generator
     given = [name for name in ("tools", "mcp_servers") if getattr(generator, name)]
     is_used = any(entry.environment == TOOLS for entry in config.entries)
@@ -138,7 +138,7 @@ def check_tools(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
 
 
 def _renderer(config: RunConfig) -> "ChatRenderer | None":
-    """The renderer that generators use, which imports transformers; None if no tokenizer is
+    """Return the generators' renderer, which imports transformers; None if no tokenizer is
     available."""
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
     if folder is None or not folder.has_tokenizer:
@@ -154,8 +154,8 @@ def _renderer(config: RunConfig) -> "ChatRenderer | None":
 def _check_room(
     config: RunConfig, schemas: Sequence[ToolSchema], renderer: "ChatRenderer"
 ) -> Iterator[Finding]:
-    """Whether the longest of the first prompts leaves room for an answer once the chat template has
-    written the tools into it."""
+    """Check that the longest of the first prompts leaves room for an answer once the chat template
+    has added the tools to it."""
     try:
         prompts = open_prompts(config.data, config.run.seed, are_checked=True)
         first = [prompts[i] for i in range(min(_size(prompts) or _SCANNED, _SCANNED))]
@@ -163,8 +163,8 @@ def _check_room(
         messages = renderer.messages(longest)
         whole, alone = (len(renderer.encode_messages(messages, t)) for t in (schemas, ()))
     except StreamRLError:
-        # An error of the prompts, reported by their own check, or of images, which only a generator
-        # reads.
+        # Either the prompts are wrong, which their own check reports, or they have images, which
+        # only a generator reads.
         return
     wanted, room = config.generator.max_new_tokens, config.max_model_len - whole
     if room < wanted:
@@ -213,7 +213,8 @@ def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
 
 
 def _placed(entry: EnvironmentEntry, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Findings about `data` of one entry among several name the entry's setting."""
+    """Put the entry's place before each finding about its `data`, if the run has several
+    entries."""
     for finding in findings:
         sentence = f"{entry.place}{finding.sentence}"
         sentence = re.sub(r"^(environments\.\d+)\.data\.(reward)", r"\1.\2", sentence)
@@ -262,7 +263,7 @@ def _check_held_out(config: RunConfig) -> Iterator[Finding]:
 
 
 def _check_first(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
-    """Check the first prompt, whose form is that of all prompts of the source."""
+    """Check the first prompt, since all prompts of a source have the same form."""
     data = config.data
     rewards = {reward.reward for reward in data.all_rewards if not reward.data_source}
     if "task" in rewards and "dataset" not in prompt.row:
@@ -314,7 +315,7 @@ def _check_taught(config: RunConfig, prompt: Prompt) -> Iterator[Finding]:
 
 
 def _lacks_template(config: RunConfig) -> bool:
-    """Whether messages are known not to be renderable."""
+    """Whether it is known that messages cannot be rendered."""
     recipe, template = config.model.missing, config.data.chat_template
     if template != "native":
         return template == "none"
@@ -325,7 +326,7 @@ def _lacks_template(config: RunConfig) -> bool:
 
 
 def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iterator[Finding]:
-    """Check that each of the first rows has a reward that can score it."""
+    """Check that the rewards can score each of the first rows."""
     known = _size(prompts)
     first = [prompts[i] for i in range(min(known or _SCORED, _LARGEST_SCAN))]
     yield from _check_covered(data, setting, first)
@@ -347,7 +348,7 @@ def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iter
 
 
 def _check_covered(data: DataSettings, setting: str, rows: Sequence[Prompt]) -> Iterator[Finding]:
-    """Check that a reward applies to each of these rows; otherwise its groups would fail."""
+    """Check that a reward applies to each of these rows; the groups of a row without one fail."""
     if not all(reward.data_source for reward in data.all_rewards):
         return
     known = {name for reward in data.all_rewards for name in reward.data_source}
@@ -368,7 +369,7 @@ def _refused(reward: RewardSettings, rows: Sequence[Prompt], kwargs_field: str) 
         except RolloutError as error:
             yield str(error)
         except ConfigError:
-            # An error in the arguments, which `check_user_code` has reported.
+            # The reward's arguments are wrong, which `check_user_code` has reported.
             return
 
 
@@ -377,7 +378,8 @@ def _source(row: Prompt, data: DataSettings) -> str:
 
 
 def _check_recipe(config: RunConfig, prompts: PromptSource) -> Iterator[Finding]:
-    """Check that the model to be made has a token for every character, and can be taught."""
+    """Check that the model to be made has a token for every character of the prompts, and can be
+    taught their answers."""
     recipe = config.model.missing
     if recipe is None:
         return
@@ -404,7 +406,8 @@ def _check_lengths(
     longest, limit = max(lengths), data.max_prompt_length
     num_turns = max(len(_texts(prompt)) for prompt in scanned)
     template = _template(config)
-    # Templates may refuse conversations that are more than one question, such as a system prompt.
+    # A template may refuse a conversation that is more than one question, such as one with a system
+    # prompt.
     asks = data.system_prompt is None and num_turns == 1
     may_refuse = "raise_exception" in template and not asks
     if data.truncation == "error" and longest > limit:
@@ -454,7 +457,7 @@ def _require_rendered(load: "LoadRenderer", prompts: Sequence[Prompt]) -> None:
         ConfigError: the chat template or the tokenizer refuses one of them.
     """
     renderer = load()
-    # A single prompt may fail in other ways: its group is dropped and counted.
+    # Ignore other failures of single prompts: a run drops their groups and counts them.
     with suppress(RolloutError):
         for prompt in prompts:
             has_images = not isinstance(prompt.content, str) and has_media(prompt.content)
@@ -468,7 +471,7 @@ def _template(config: RunConfig) -> str:
         case "none":
             return ""
         case Path() as path:
-            with suppress(ConfigError):  # It is refused already.
+            with suppress(ConfigError):  # Another check has refused the file.
                 return read_text(path)
             return ""
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
@@ -476,7 +479,7 @@ def _template(config: RunConfig) -> str:
 
 
 def _tokenizer(config: RunConfig) -> Callable[[str], int] | None:
-    """A function that counts the tokens of a text; None if that needs more than tokenizer.json."""
+    """Return a function that counts the tokens of a text; None if there is no tokenizer.json."""
     if config.model.missing is not None:
         return len
     folder = local_folder("model.tokenizer", config.model.tokenizer_path)
@@ -515,7 +518,7 @@ _GYM_NAME = re.compile(r"""DATASET_NAME\s*=\s*["'](\w+)["']""")
 
 
 def _size(prompts: PromptSource) -> int | None:
-    """The number of different prompts, if the source knows it."""
+    """Return the number of different prompts; None if the source does not know it."""
     return len(prompts) if isinstance(prompts, Sized) else None
 
 
@@ -533,12 +536,12 @@ _HELD = {
 
 
 def check_sandbox(config: RunConfig) -> Iterator[Finding]:
-    """Check the sandbox: runs one or two programs if the run has the reward `code` or the tool
-    `python`."""
+    """Check the isolation of programs, if the run has the reward `code` or the tool `python`. Runs
+    one or two programs."""
     for place, kwargs in _users(config):
         wanted = kwargs.get("isolation", "auto")
         if wanted not in get_args(IsolationChoice):
-            # Reported where the arguments are checked.
+            # The check of the arguments reports it.
             continue
         try:
             isolation = choose(wanted)
@@ -555,7 +558,7 @@ def check_sandbox(config: RunConfig) -> Iterator[Finding]:
 
 
 def _users(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The settings that make the run start programs, each with its arguments."""
+    """Yield the settings that make the run start programs, each with its arguments."""
     for entry in config.entries:
         alone = f"{entry.place}reward" if entry.place else "data.reward"
         name = f"{entry.place}data.rewards" if entry.data.rewards else alone

@@ -1,8 +1,8 @@
-"""Checks this machine: what the kernel reports about it, whether its limits and disk leave room for
-a run, and how well it can isolate programs that a model wrote.
+"""Checks this machine: what the kernel says about it, whether its limits and disk leave room for a
+run, and how well it isolates programs that a model wrote.
 
-Invariant: facts are read only from the kernel's files, never from anything that can hang. Reading
-never fails; what this kernel does not report is None, 0 or empty. A check is a function of these
+Invariant: facts are read only from the kernel, never from anything that can hang; reading never
+fails, and a fact that this kernel does not tell is None, 0 or empty. A check is a function of these
 facts.
 """
 
@@ -52,8 +52,8 @@ class Machine:
 
     @property
     def lacks_bfloat16(self) -> bool:
-        """Whether torch multiplies bfloat16 without oneDNN here: about ten times slower than
-        float32. False if that is not known."""
+        """Whether torch multiplies bfloat16 without oneDNN here, which is about ten times slower
+        than float32. False if unknown."""
         return bool(self.cpu_flags) and not self.cpu_flags & _BFLOAT16_FLAGS
 
     @property
@@ -253,7 +253,7 @@ CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
     "locked memory": _of_locked_memory,
     "clock": _of_clock,
 }
-"""Checks by the cause of their findings."""
+"""The checks, each by the cause of its finding."""
 
 
 def check_machine(machine: Machine, *, is_alone: bool = False) -> Iterator[Finding]:
@@ -278,13 +278,13 @@ class Disk(NamedTuple):
 
 
 def _existing_above(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the path itself if it exists, else its nearest parent that does."""
     return next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
 
 
 def why_not_made(folder: Path) -> str:
-    """Why the folder cannot be created and written, found by writing where it will be; "" if it
-    can."""
+    """Return why the folder cannot be created and written, found by writing where it will be; "" if
+    it can."""
     existing = _existing_above(folder)
     if not existing.is_dir():
         return f"{existing} is a file"
@@ -297,7 +297,7 @@ def why_not_made(folder: Path) -> str:
 
 
 def read_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk:
-    """The disk of the folder, or of the nearest existing one above it."""
+    """Return the disk of the folder, or of its nearest existing parent."""
     existing = _existing_above(folder)
     return Disk(existing, _sizes(existing)[1], _file_system(existing.resolve(), mounts))
 
@@ -328,7 +328,7 @@ def check_disk(disk: Disk, *, has_journal: bool = True) -> Iterator[Finding]:
 
 
 def _file_system(path: Path, mounts: Path) -> str:
-    """The file system of the innermost mount above the path."""
+    """Return the file system of the innermost mount that contains the path; "" if unknown."""
     best, found = -1, ""
     for line in _text(mounts).splitlines():
         before, _, after = line.partition(" - ")

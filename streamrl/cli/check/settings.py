@@ -128,7 +128,8 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_resume(config: RunConfig, where: str) -> Iterator[Finding]:
-    """`where` sets `run.resume`. The run's own file keeps it, without an order to go back again."""
+    """Check `run.resume`, which was set at `where`. The run's own file keeps the setting too, but
+    there it is no order to go back again."""
     own = config.run.path / RESOLVED_FILE
     match config.run.resume:
         case Path() as path if is_taken(config.run.path, path):
@@ -145,8 +146,8 @@ def check_resume(config: RunConfig, where: str) -> Iterator[Finding]:
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
-    """Check that there is a plan for this machine, with the planner itself, and what processes need
-    of their GPUs."""
+    """Check with the planner itself that there is a plan for this machine, and what the processes
+    need of their GPUs."""
     why = "" if torch_has_cuda() else ": the installed torch is a build for CPUs"
     hosts = [this_machine()]
     try:
@@ -173,7 +174,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
 
 
 def _needs(plan: Plan) -> Iterator[Finding]:
-    """The needs of each process whose model is known, on its GPUs."""
+    """Yield what each process whose model is known needs on its GPUs."""
     for process in plan.processes:
         if process.memory is not None:
             need, devices = process.memory, ", ".join(map(str, process.devices))
@@ -187,7 +188,7 @@ def _needs(plan: Plan) -> Iterator[Finding]:
 
 
 def _host_of_learner(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    """The host memory that the learner's ranks here use for kept versions and teachers."""
+    """Check the host memory that the learner's ranks here use for kept versions and teachers."""
     ranks = [process for process in plan.processes if process.role == "learner"]
     here = [rank for rank in ranks if rank.host == "here"]
     shape, memory = ModelShape.of(config), read_machine().usable_memory
@@ -210,7 +211,8 @@ def _host_of_learner(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _check_gpus_of_learner(config: RunConfig, plan: Plan, why: str) -> Iterator[Finding]:
-    """Settings that need a GPU for the learner, if the hosts are known to have none for it."""
+    """Check settings that need a GPU for the learner, if the hosts are known to have none for
+    it."""
     learners = [process for process in plan.processes if process.role == "learner"]
     if any(process.devices for process in learners):
         return
@@ -253,7 +255,7 @@ def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def check_host_memory(config: RunConfig) -> Iterator[Finding]:
-    """The memory for the buffer's groups and batches, if it is this machine's."""
+    """Check the memory for the buffer's groups and batches, if the buffer is on this machine."""
     memory, buffer = read_machine().usable_memory, config.buffer
     if not (memory and buffer.binds_url and is_loopback(buffer.url)):
         return

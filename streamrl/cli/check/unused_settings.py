@@ -23,8 +23,8 @@ _Line: TypeAlias = tuple[bool, str, str, str]
 
 
 def check_unused_settings(config: RunConfig) -> Iterator[Finding]:
-    """A warning for settings that may be meant for another engine, or for a run that is
-    continued."""
+    """Check for settings that nothing reads: a warning, since they may be meant for another engine
+    or for the run's continuation; a problem for those of `_refused`."""
     last = config.run.max_steps
     if late := [step for step in config.learner.profiler.steps if step > last]:
         yield CONFIGURATION.warning(

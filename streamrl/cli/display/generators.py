@@ -1,4 +1,4 @@
-"""The table of generators, the same for every command: a row is a generator's last heartbeat."""
+"""The table of generators, the same in every command: each row is a generator's last heartbeat."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -43,7 +43,7 @@ def numbers_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def metric_mean(lines: Lines, name: str) -> float | None:
-    """Mean of a metric over the lines that have it; None without one."""
+    """Return the mean of a metric over the lines that have it; None if there are none."""
     values = [line[name] for line in lines if line.get(name) is not None]
     return sum(values) / len(values) if values else None
 
@@ -115,7 +115,7 @@ def remaining(lines: Lines, max_steps: int, checkpoint_every: int) -> Mapping[st
 
 
 def remaining_texts(seconds: Mapping[str, float]) -> Iterator[str]:
-    """Such as: checkpoint 400 in 0:12; ETA 1:30."""
+    """Yield texts such as: checkpoint 400 in 0:12; ETA 1:30."""
     for name, left_s in seconds.items():
         yield f"ETA {duration(left_s)}" if name == "end" else f"{name} in {duration(left_s)}"
 
@@ -133,7 +133,7 @@ def wait_shares(lines: Lines) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as 4.2 s, 1:05 or 2:00:30.
+    """Return a time such as 4.2 s, 1:05 or 2:00:30.
 
     >>> duration(4.24), duration(65), duration(7230)
     ('4.2 s', '1:05', '2:00:30')
@@ -167,7 +167,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def books_rows(books: Books) -> list[tuple[str, str]]:
-    """Name and value of each line: an equation, and whether it holds."""
+    """Return name and value of two lines: the books' equation, and whether it holds."""
     columns = ("leased", "buffered", "taken", "trained", "acknowledged")
     counts = ((name, getattr(books, name)) for name in columns)
     parts = " + ".join(f"{count} {name}" for name, count in counts if count)
@@ -215,7 +215,7 @@ def summary(config: RunConfig, *, but: str | None = None) -> Table:
 
 
 def summary_rows(config: RunConfig, lines: Lines) -> list[tuple[str, str]]:
-    """Name and value of each row; those that were not measured are left out."""
+    """Return name and value of each row; what was not measured is left out."""
     folder = config.run.path
     failure = read_launch(folder).failure
     failed = [("launch failed", failure)] if failure else []
@@ -321,14 +321,15 @@ def _evaluation_text(evaluation: Mapping[str, Any]) -> str:
 
 
 def _scored(counts: Mapping[str, Any]) -> str:
-    """Such as: 256 prompts, 2 failed."""
+    """Return a text such as: 256 prompts, 2 failed."""
     number, *left_out = (int(counts.get(name) or 0) for name in _PROMPTS)
     reasons = zip(left_out, ("failed", "too long"), strict=True)
     return ", ".join([f"{number} prompts", *(f"{n} {why}" for n, why in reasons if n)])
 
 
 def restart_rows(folder: Path) -> list[tuple[str, str]]:
-    """Such as: restarts of learner, 3: was killed by SIGKILL (2 times); ValueError: oops."""
+    """Return rows such as: restarts of learner, 3: was killed by SIGKILL (2 times); ValueError:
+    oops."""
     rows = []
     for role, sentences in sorted(read_restarts(folder).items()):
         counts = Counter(sentences).items()

@@ -57,7 +57,7 @@ _SAMPLE_CHARACTERS = 600
 
 
 class ProgressView:
-    """The view of a launch: live on a terminal, a line every few seconds elsewhere."""
+    """The view of a launch: a live screen on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, config: RunConfig, console: Console, *, live: bool) -> None:
         self._config = config
@@ -130,7 +130,7 @@ def headline(config: RunConfig, lines: Lines) -> str:
 
 
 def _place(config: RunConfig, lines: Lines) -> Iterator[str]:
-    """Such as: step 333/550; checkpoint 400 in 0:13; ETA 0:42."""
+    """Yield texts such as: step 333/550; checkpoint 400 in 0:13; ETA 0:42."""
     max_steps = config.run.max_steps
     yield f"step {lines[-1]['step']}/{max_steps}"
     yield from remaining_texts(remaining(lines, max_steps, config.learner.checkpoint.every))
@@ -187,7 +187,7 @@ def render(config: RunConfig, lines: Lines, states: Mapping[str, str]) -> Render
 def screen(
     said: Iterable[Text], config: RunConfig, lines: Lines, table: RenderableType
 ) -> RenderableType:
-    """The layout of every live view, most important first."""
+    """Lay out a live view, the most important first."""
     step, max_steps = lines[-1]["step"] if lines else 0, config.run.max_steps
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", max_width=16)
@@ -226,8 +226,8 @@ def _facts(config: RunConfig, lines: Lines) -> Iterator[tuple[str, str]]:
 
 
 def step_parts(lines: Lines) -> str:
-    """Such as: 2.00 s a step: backward 40 %, forward 30 %, wait 25 %, other 5 %; "" if no step was
-    measured."""
+    """Return a text such as: 2.00 s a step: backward 40 %, forward 30 %, wait 25 %, other 5 %; ""
+    if no step was measured."""
     step_s = metric_mean(lines, "learner/step_s")
     if not step_s:
         return ""

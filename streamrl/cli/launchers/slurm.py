@@ -161,7 +161,7 @@ def _children(plan: Plan, view: ProgressView, job: str) -> "list[StepChild]":
 
 # Steps share all of the job's cores, memory and GPUs on a node.
 ON_NODES = ("--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")
-# The parent is Slurm's step daemon.
+# The shell's parent, which the process watches, is Slurm's step daemon.
 _SCRIPT = (
     f'log=$1; shift; {PARENT_VARIABLE}=$PPID; export {PARENT_VARIABLE}; exec "$@" >>"$log" 2>&1'
 )

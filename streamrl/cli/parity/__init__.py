@@ -1,1 +1,1 @@
-"""`streamrl parity`: how far engine and learner disagree on the same tokens."""
+"""`streamrl parity`: measures how far engine and learner disagree on the same tokens."""

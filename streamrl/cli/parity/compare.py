@@ -51,7 +51,7 @@ def complaints(config: RunConfig, reports: Sequence[ParityReport]) -> Iterator[s
 
 
 def likely_causes(config: RunConfig, report: ParityReport) -> Iterator[str]:
-    """The causes that the configuration and the shape of the gap suggest."""
+    """Yield the causes that the configuration and the shape of the gap suggest."""
     generator, (first, *_, last) = config.generator, (*report.by_position, report.by_position[-1])
     if not report.overall.mean <= _OTHER_MODEL:
         yield "engine and learner do not have the same weights or the same tokens (model.path)"

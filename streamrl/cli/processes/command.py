@@ -83,7 +83,7 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """SIGTERM and a closing terminal end the block as Ctrl-C does."""
+    """Make SIGTERM and a closing terminal end the block as Ctrl-C does."""
     numbers = [number for number in ending_signals() if number is not signal.SIGINT]
     before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:

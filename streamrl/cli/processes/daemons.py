@@ -23,7 +23,7 @@ from streamrl.placement.plan import Plan, PlannedProcess
 from streamrl.tracking.jsonl import TRAINED_FILE, read_last
 
 GRACE_PERIOD_S = 15.0
-"""Time for processes to end by themselves after the learner has ended."""
+"""A third of this is the time for processes to end by themselves after the learner has."""
 # Seconds before the end of `stop_within_s` at which the others, then the buffer, are killed; the
 # rest is for reporting.
 _OTHERS_S, _BUFFER_S = 6.0, 4.0
@@ -45,17 +45,17 @@ async def supervise(
     stop_s: float,
     strict: bool = False,
 ) -> StreamRLError | None:
-    """Start, watch and stop every child. Returns the failure of a validator without which the run
-    went on, for the launch's exit code.
+    """Start, watch and stop every child. Return the failure of the validator if the run went on
+    without it, for the launch's exit code.
 
     `notify` gets a sentence at the first signal. `background` is cancelled before the daemons are
     stopped, `view` after that. Waits for the learner to end, for a child or `background` to fail,
     or for a signal; within `stop_s` after that no process is left. Under `strict` a failed child is
-    not started again.
+    not restarted.
 
     Raises:
         Interrupted: a signal stopped the run before its end.
-        StreamRLError: a process failed and is not started again.
+        StreamRLError: a process failed and is not restarted.
     """
     for child in children:
         child.is_strict = strict
@@ -94,7 +94,7 @@ def _on_order(
     notify: Callable[[str], None],
     number: signal.Signals,
 ) -> None:
-    """The first signal stops the run, with a message; the second one kills its processes."""
+    """At the first signal, stop the run and say so; at the second one, kill its processes."""
     if not interrupted.done():
         interrupted.set_result(number)
         again = "Ctrl-C again" if number is signal.SIGINT else "a second signal"
@@ -123,8 +123,8 @@ async def _stop_in_order(
     stop_s: float,
 ) -> None:
     """Stop learner and generators first, so that the buffer gets every lease back, and the buffer
-    last. A buffer that has not started is stopped with the others: nobody has a lease, and others
-    may wait behind it for the fork server.
+    last. A buffer that is still starting is stopped with the others: no leases exist yet, and the
+    others may be waiting for the fork server behind it.
 
     Waits for each wave until at most _OTHERS_S or _BUFFER_S before `stop_s` is over, then kills
     what still runs.
@@ -171,7 +171,7 @@ class RemoteChild(Child, ABC):
 
     @abstractmethod
     def begin_kill(self) -> None:
-        """Have the process killed."""
+        """Have the process killed; do not wait for it."""
 
     async def _on_end(self, code: int) -> None:
         """End the other parts, if this process failed by itself. If it failed because it lost
@@ -204,8 +204,8 @@ def make_children(
     own: Callable[[PlannedProcess], Mapping[str, Any]],
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[C]:
-    """One child per process of the plan; `notify` gets a sentence for each restart, `own` returns
-    further fields of this kind of child, `environment` is added for all."""
+    """Make one child for each process of the plan. `notify` gets a sentence for each restart, `own`
+    returns further fields of this kind of child, all children get `environment`."""
     run = plan.config.run
     read_step = partial(newest_step, run.path)
     children = [

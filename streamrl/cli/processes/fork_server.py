@@ -41,7 +41,7 @@ _SHARED = ("buffer", "generator", "validator")
 """Commands whose imports the server makes. Other commands import the rest themselves; the learner
 does so while the generators load the model."""
 _CHOSEN = ("actors.engines.hf.engine", "actors.prompts.fitting", "buffers.zmq.client")
-"""What they import for the settings that a machine without GPUs mostly has."""
+"""Modules that these commands import under the usual settings of a machine without GPUs."""
 _POLL_S = 0.0005
 _ROOM = 4000
 """Bytes of padding arguments, which a forked process overwrites with its own command line, for
@@ -142,12 +142,12 @@ class ForkServer:
     def _asked(
         self, command: Sequence[str], environment: Mapping[str, str], descriptors: Descriptors
     ) -> Iterator[int]:
-        """A pipe that will yield the process id, or just end if there will be no process."""
+        """Send a request. Yields a pipe that will have the process id, or will just be closed if
+        there is no process."""
         request = _Request(list(command), dict(environment), os.getpid())
         answer, theirs = os.pipe()
         try:
-            # If the request is too long or not text, the server gets nothing and just closes the
-            # pipe.
+            # A request that is too long or not text is not sent, so the pipe is just closed.
             with suppress(OSError, ValueError):
                 message = msgspec.json.encode(request)
                 socket.send_fds(self._socket, [message], [*descriptors, theirs])
@@ -199,13 +199,13 @@ async def start(
     fork_server: ForkServer | None,
     stopping: asyncio.Event,
 ) -> asyncio.subprocess.Process | ForkedProcess | None:
-    """Start a command line of `streamrl`, forked if there is a server; None if stopped before it
-    could begin."""
+    """Start a command line of `streamrl`, as a fork if there is a server. Return None if `stopping`
+    is set before it could start."""
     if fork_server is not None:
         forked = await fork_server.fork(command, environment, descriptors, stopping)
         if forked is not None or stopping.is_set():
             return forked
-    # In its own session, so that Ctrl-C in the terminal signals the launcher only.
+    # The process has its own session, so that Ctrl-C in the terminal signals only the launcher.
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -277,7 +277,7 @@ def _become(request: _Request, descriptors: Descriptors, answer: int) -> None:
     os.environ[ERROR_FILE_VARIABLE] = f"/dev/fd/{descriptors.record}"
     sys.argv = request.command
     _show(request.command)
-    # Libraries read these at their import.
+    # The libraries were imported before the environment and the seed of this process were set.
     torch.set_num_threads(num_threads(otherwise=torch.get_num_threads()))
     numpy.random.seed()
     try:
@@ -305,8 +305,8 @@ def _main() -> NoReturn:
                 stream.flush()
         os._exit(code)
 
-    # Registered first, so called last, instead of the interpreter's own shutdown, which would write
-    # to, and so copy, memory that the processes share.
+    # Registered first, so called last. It replaces the interpreter's own shutdown, which would
+    # write to memory that the processes share, and so copy it.
     atexit.register(leave)
     _, number, *modules, _ = sys.argv
     connection = socket.socket(fileno=int(number))

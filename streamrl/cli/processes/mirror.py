@@ -46,7 +46,7 @@ _SETTING = "run.folder_mirror"
 _CHECKPOINTS = "checkpoints"
 _HISTORY = f"{_CHECKPOINTS}/{HISTORY_FILE}"
 _HELD = ".mirrored"
-"""The checkpoint that is being copied."""
+"""The folder of links that keeps the checkpoint that is being copied."""
 _OF_A_MACHINE = frozenset({"weights", "keys", "buffer", "files", "launch.id", MIRROR_FILE})
 _RECORDS = (".jsonl", ".json", ".yaml")
 

@@ -1,11 +1,11 @@
-"""One child process of a launch: starts it, restarts it after a crash, stops it.
+"""One child process of a launch: starts it, restarts it after a crash, and stops it.
 
-    exit code 2, 3 or 6              never started again: a restart cannot change a configuration, a
+    exit code 2, 3 or 6              never restarted: a restart cannot change a configuration, a
                                      takeover, or a training whose gradients are not finite
-    before the first new step        a reward that fails for every group ends the launch at once,
-                                     what raises at the same line twice ends it the second time
-    else                             up to `max_restarts` times within `restart_window_s`, and as
-                                     often without a new step, after a back-off
+    before the first new step        a reward that fails for every group ends the launch at once; an
+                                     error raised at the same line twice ends it the second time
+    otherwise                        restarted after a back-off, at most `max_restarts` times within
+                                     `restart_window_s`, and at most as often without a new step
 
 A start may take longer than the window divided by the number of restarts, so restarts without a new
 step stay counted. Steps trained again after a restart do not count as new.
@@ -44,7 +44,7 @@ from streamrl.run_folder import note_restart
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 HEALTHY_S = 60.0
-"""After running this long, a process is started again after the first (shortest) delay."""
+"""A process that has run this long is restarted after the first (shortest) delay."""
 
 
 class RestartBudget:
@@ -67,11 +67,11 @@ class RestartBudget:
         self._started_s = self._clock()
 
     def delay_s(self, exit_code: int, record: ErrorRecord | None, step: int) -> float:
-        """The delay in seconds before starting a failed process again, while the run is at this
-        step.
+        """Return the delay in seconds before a failed process is restarted; `step` is the run's
+        newest step.
 
         Raises:
-            StreamRLError: of the failure's kind, if it is not to be started again.
+            StreamRLError: of the failure's kind, if the process must not be restarted.
         """
         now_s, sentence = self._clock(), sentence_of(exit_code, record)
         if step > self._newest_step:
@@ -107,7 +107,7 @@ class RestartBudget:
 
 @dataclass
 class Child:
-    """One daemon of the launch; commands and environment are those of the plan.
+    """One daemon of a launch; commands and environment are those of the plan.
 
     `read_step` returns the newest step of the run, `notify` gets a sentence for each restart. The
     run goes on without a child that `is_optional`; the failure of one that `is_strict` is raised
@@ -170,7 +170,7 @@ class Child:
                 return code
 
     async def _on_end(self, code: int) -> None:
-        """A hook for subclasses when the process has ended."""
+        """Called when the process has ended; a hook for subclasses."""
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send the signal; the process is not restarted."""
@@ -209,7 +209,7 @@ class Child:
             return await self.process.wait(), pipe.read()
 
     def _log(self, sentence: str) -> None:
-        """Write into the process's log, which would not mention a kill."""
+        """Write why the process ended into its log, which would not mention a kill."""
         line = launcher_line(self.role, sentence, self.log_format)
         with contextlib.suppress(OSError), self.log_file.open("a", encoding="utf-8") as output:
             print(line, file=output)
@@ -223,7 +223,7 @@ class Child:
 
 
 def launcher_line(role: str, sentence: str, log_format: str) -> str:
-    """A line that whoever starts a process writes into its log."""
+    """Return the line for the log of a process that its launcher writes about its end."""
     if log_format == "json":
         return json_line(role, "error", "launcher", sentence, time_s=time.time())
     return f"{time.strftime('%Y-%m-%d %H:%M:%S')} launcher: {role} {sentence}"

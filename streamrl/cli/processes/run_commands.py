@@ -2,8 +2,9 @@
 
 Invariant: commands get the run's resolved configuration, from the run's folder. While a launch
 lives, no other launch changes the run's folder, here or on other machines that share the file
-system. The lock is beside the folder, since `--new` moves that, and is released when the process
-ends, in whatever way. Called by `streamrl.cli.launch`, by the launchers, by chaos and by soak.
+system. The lock is beside the folder, since `--new` moves the folder; it is released when the
+process ends, in whatever way. Used by `streamrl.cli.launch` and the other launchers, and by the
+chaos and soak tests.
 """
 
 import argparse
@@ -44,13 +45,13 @@ def sole_launch(folder: Path, wait_s: float = 0.0, orphans_s: float = 0.0) -> It
     addresses and devices.
 
     Raises:
-        ConfigError: another launch of it is under way, or the lock cannot be written.
+        ConfigError: another launch of the run is under way, or the lock cannot be written.
     """
     file = folder.parent / _LOCKS / folder.name
     try:
         if not file.parent.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            # Whoever may write runs there may lock them. Some file systems have no modes.
+            # Everyone who may write runs there may lock them. Some file systems have no modes.
             with suppress(OSError):
                 file.parent.chmod(folder.parent.stat().st_mode & 0o7777)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -87,7 +88,8 @@ def _lock(descriptor: int, folder: Path, wait_s: float) -> None:
 
 
 def _await_orphans(descriptor: int, folder: Path, wait_s: float) -> None:
-    """The name of the launch that has begun them is still in the file."""
+    """Wait at most `wait_s` for the processes that a killed launch left on this host; the lock
+    file still names that launch."""
     launch, _, host = _holder(descriptor).removeprefix("process ").partition(" of ")
     if host != socket.gethostname() or Path(f"/proc/{launch}").exists():
         return
@@ -121,13 +123,14 @@ def call_for(
 
 
 def books_option(*, resume: bool, new: bool) -> str | None:
-    """The option of `streamrl buffer books` before a run in Redis, which outlives runs: a new run
-    is refused before anything starts, as the learner would be later. None if a run is continued."""
+    """Return the option of `streamrl buffer books` to use before a run in Redis; None if the run is
+    continued. Redis outlives runs: a new run of a known name is refused before anything starts,
+    since its learner would be refused later."""
     return None if resume else "--forget" if new else "--require-none"
 
 
 def require_books(config: RunConfig, *, resume: bool, new: bool) -> None:
-    """Raise ConfigError if Redis holds a run of this name."""
+    """Raise ConfigError if Redis holds a run of this name; if the run is `new`, delete that one."""
     option = books_option(resume=resume, new=new)
     if option is not None and not config.buffer.binds_url:
         call_for(config, "buffer books", option)
@@ -143,7 +146,7 @@ def launching(
     are_rows_checked: bool = False,
     wait_s: float = 0.0,
 ) -> Iterator[tuple[RunConfig, Mirror | None]]:
-    """The frame of every launch: yields the configuration, with the run's folder prepared, and the
+    """The frame of every launch: prepares the run's folder and yields the configuration and the
     mirror.
 
     `wait_s` is for `sole_launch`, the arguments before it are for `prepare`.
@@ -172,7 +175,8 @@ def launching(
 
 
 def _next_prompt_index(folder: Path) -> int:
-    """The first prompt that was never leased, by all books of the run that are known here."""
+    """Return the first prompt that was never leased, by all books and records of the run that are
+    here."""
     checkpoint = newest(folder, contents=False)
     books = (read_books(folder), None if checkpoint is None else checkpoint.books)
     known = [of.next_prompt_index for of in books if of is not None]
@@ -201,8 +205,8 @@ def evaluate_final(config: RunConfig, fork_server: ForkServer | None = None) -> 
 
 
 def take_validated_score(config: RunConfig) -> bool:
-    """Write the validator's score of the final checkpoint to `evaluation.json`; false if there is
-    none, or it sampled differently from `streamrl evaluate`."""
+    """Write the validator's score of the final checkpoint to `evaluation.json`. Return False if
+    there is none, or the validator samples differently from `streamrl evaluate`."""
     checkpoint = newest(config.run.path, contents=False)
     if checkpoint is None or not config.final_is_validated:
         return False
@@ -224,7 +228,8 @@ def take_validated_score(config: RunConfig) -> bool:
 
 @contextmanager
 def evaluation_may_fail() -> Iterator[None]:
-    """Wraps the evaluation of the final checkpoint: its failure does not fail the run."""
+    """Around the evaluation of the final checkpoint: print a failure, which does not fail the
+    run."""
     try:
         yield
     except StreamRLError as error:

@@ -42,7 +42,7 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True)
 class Bundle:
-    """What one host of the plan needs of one node."""
+    """The resources that one host of the plan needs on one node."""
 
     name: str
     roles: tuple[HostRole, ...]

@@ -26,7 +26,7 @@ MAX_BYTES = 500 * 2**20
 """The most bytes of all sent files, as Ray itself limits a working folder."""
 _KEYS, _PASSWORD, _SERVERS_ONLY = "keys", "redis", "server.secret"
 _OF_SERVICES = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "HF_TOKEN", "HF_ENDPOINT")
-# Settings of servers, teachers, judges and agents that name the variable with a key.
+# Settings of servers, teachers, judges and agents that name the environment variable of a key.
 _NAME_VARIABLES = ("api_key_env", "token_env")
 # Sections whose files the launcher makes itself, or that name no files on the nodes.
 _NOT_SENT = ("run", "cluster", "buffer", "tracking")
@@ -65,7 +65,7 @@ def handed_on(config: RunConfig) -> Mapping[str, str]:
 
 
 def private_files(plan: Plan, host: str) -> Mapping[str, bytes]:
-    """The configuration and the secrets for the processes of one host, by their paths."""
+    """Return the configuration and the secrets for the processes of one host, by their paths."""
     is_server = any(process.role in ("buffer", "learner") for process in plan.on(host))
     keys, data = sorted((plan.config.run.path / _KEYS).iterdir()), plan.config.run.path / DATA_FILE
     paths = [plan.config_file, data, *(k for k in keys if is_server or k.name != _SERVERS_ONLY)]
@@ -78,8 +78,8 @@ def required(config: RunConfig) -> tuple[str, ...]:
 
 
 def archive(config: RunConfig) -> bytes:
-    """A tar archive of the files below the working folder that settings name. Raises ConfigError if
-    they are larger than MAX_BYTES."""
+    """Return a tar archive of the files below the working folder that settings name. Raise
+    ConfigError if they are larger than MAX_BYTES together."""
     files = sorted({f for p in _named(config.model_dump()) if _is_sent(p) for f in _files(p)})
     size = sum(file.stat().st_size for file in files)
     if size > MAX_BYTES:

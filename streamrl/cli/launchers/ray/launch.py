@@ -57,7 +57,7 @@ from streamrl.run_folder import resume_command
 
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Exit code of the run; with `--dry-run`, of making the plan."""
+    """Run on the cluster, or print the plan with `--dry-run`. Return the exit code."""
     # The run's folder must have the same path on every node. Within a Ray job the working folder is
     # a copy that Ray removes, so a relative path is taken relative to the home folder.
     base = Path.home() if "runtime_resources" in Path.cwd().parts else Path.cwd()
