@@ -183,7 +183,7 @@ def metric(name: str) -> Metric:
 
 
 def books_metrics(books: Books) -> dict[str, float]:
-    """The columns of the books: granted is the sum of all the others."""
+    """Return the columns of the books: granted is the sum of all other counts."""
     columns = ("granted", "leased", "buffered", "taken", "trained", "acknowledged")
     ended = max(1, books.ended)
     return {
@@ -196,7 +196,7 @@ def books_metrics(books: Books) -> dict[str, float]:
 
 
 def buffer_metrics(stats: BufferStats) -> dict[str, float]:
-    """The buffer's size and refusals, and sums over the generators that report to it."""
+    """Return the buffer's size and refusals, and sums over the generators that report to it."""
     generators = stats.generators
     return {
         **{f"buffer/refused_{reason}": stats.refused.get(reason, 0) for reason in RefusalReason},

@@ -1,8 +1,8 @@
 """A machine as the host of a plan: its GPUs, cores and network, determined on the machine itself.
 
-Called by the command line, and by launchers on each of their machines. GPUs are those that the
-driver counts, without torch. Invariant: what CUDA_VISIBLE_DEVICES hides is not there. The driver is
-asked once in a process; it reads the variable then.
+Called by the command line, and by launchers on each of their machines. GPUs are counted by the
+driver, without torch. Invariant: devices that CUDA_VISIBLE_DEVICES hides are not listed. A process
+asks the driver once, which reads the variable then.
 """
 
 import ctypes
@@ -29,26 +29,26 @@ _ROCM = Path("/dev/kfd")
 
 
 def is_rocm() -> bool:
-    """Whether the GPUs here are AMD's, which the driver of CUDA does not count."""
+    """Whether the GPUs here are AMD's, which CUDA's driver does not count."""
     return _ROCM.exists()
 
 
 def num_cores() -> int:
-    """The cores that this process may use: its control group's quota may be below the visible
-    number."""
+    """Return the number of cores that this process may use: the visible ones, or fewer if its
+    control group has a lower quota."""
     return max(1, min(visible_cores(), int(cpu_quota() or visible_cores())))
 
 
 def visible_cores() -> int:
-    """The cores visible to this process; all, if the system cannot say (macOS)."""
+    """Return the number of cores visible to this process; all if the system cannot say (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The control group's quota in cores; None without one. `root` is where the kernel's files
-    are."""
+    """Return the control group's quota in cores; None without one. `root` has the kernel's
+    files."""
     group = root / "sys" / "fs" / "cgroup"
     try:
         if (file := group / "cpu.max").exists():
@@ -63,15 +63,15 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def num_threads(otherwise: int) -> int:
-    """OMP_NUM_THREADS as OpenMP reads it: the first number of a list (one per nesting level);
-    `otherwise` if it is unset or not a number."""
+    """Return OMP_NUM_THREADS as OpenMP reads it: the first number of a list (one per nesting
+    level); `otherwise` if it is unset or not a number."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else otherwise
 
 
 def compilers() -> tuple[str, ...]:
-    """Compilers that torch.compile may use; on a GPU, where Triton compiles, it also needs one for
-    C."""
+    """Return the compilers that torch.compile may use: for C++, and on a GPU, where Triton
+    compiles, also for C."""
     names = (os.environ.get("CXX", "c++"), "g++", "clang++")
     return (*names, "gcc", "clang") if torch_has_cuda() else names
 
@@ -81,14 +81,15 @@ def has_compiler() -> bool:
 
 
 def usable_devices() -> tuple[Device, ...]:
-    """The devices that the driver sees and the installed torch can use."""
+    """Return the devices that the driver sees and the installed torch can use."""
     if is_rocm() or not torch_has_cuda():
         return ()
     return named(driver_devices(), os.environ)
 
 
 def named(found: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[Device, ...]:
-    """The devices, numbered from 0, with their names in CUDA_VISIBLE_DEVICES.
+    """Return the devices with their names in CUDA_VISIBLE_DEVICES; if these are numbers, they
+    become the indices.
 
     >>> [d.visible_as for d in named((Device(0),), {"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-2e"})]
     ['GPU-1f']
@@ -105,8 +106,8 @@ def named(found: tuple[Device, ...], environment: Mapping[str, str]) -> tuple[De
 
 
 def _visible(listed: str) -> list[str]:
-    """The device names up to the first invalid one, such as -1, which hides those after it, as does
-    a change between indices and UUIDs; a duplicate hides all.
+    """Return the device names up to the first invalid one. A name such as -1 hides those after it,
+    as does a change between indices and UUIDs; a duplicate hides all.
 
     >>> _visible("1,2,-1,0"), _visible("GPU-2e, GPU-1f"), _visible("NoDevFiles"), _visible("0,0")
     (['1', '2'], ['GPU-2e', 'GPU-1f'], [], [])
@@ -118,7 +119,7 @@ def _visible(listed: str) -> list[str]:
 
 
 def visible_alone(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which a process finds only `device`; empty if `device` has no number.
+    """Return the variables with which a process finds only `device`; {} if it has no number.
 
     >>> visible_alone("cuda:1", {"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-2e"})
     {'CUDA_VISIBLE_DEVICES': 'GPU-2e'}
@@ -145,7 +146,7 @@ def visible_alone(device: str, environment: Mapping[str, str]) -> dict[str, str]
 
 @cache
 def driver_devices() -> tuple[Device, ...]:
-    """The devices that CUDA_VISIBLE_DEVICES leaves to this process, by libcuda; none without a
+    """Ask libcuda for the devices that CUDA_VISIBLE_DEVICES leaves to this process; () without a
     driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -166,8 +167,8 @@ def driver_devices() -> tuple[Device, ...]:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built for GPUs, by its version file, without importing it;
-    true if unknown."""
+    """Whether the installed torch was built for GPUs, as its version file says, without importing
+    it; true if unknown."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return True
@@ -184,8 +185,8 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def this_machine(name: str = "here", address: str = "127.0.0.1") -> Host:
-    """The machine that this process runs on, with all its GPUs and the cores of this process; a
-    run's only host needs no more."""
+    """Return the machine that this process runs on, with all its GPUs and this process's cores. The
+    default name and address suffice for a run's only host."""
     return Host(
         name,
         address,
@@ -197,7 +198,7 @@ def this_machine(name: str = "here", address: str = "127.0.0.1") -> Host:
 
 
 def interface_of(address: str) -> str:
-    """The network interface with this address; "" if there is none, or for a loopback address."""
+    """Return the network interface with this address; "" if there is none or it is loopback."""
     if not address or is_loopback(f"tcp://{url_host(address)}:0"):
         return ""
     if ":" in address:

@@ -66,7 +66,7 @@ def num_experts(facts: Facts) -> int:
 
 
 def require_experts(facts: Facts, setting: str) -> None:
-    """Raise ConfigError if the model is no mixture of experts, which `setting` is for."""
+    """Raise ConfigError if the model is no mixture of experts, which `setting` requires."""
     if facts.get("model_type") and num_experts(facts) == 1:
         raise ConfigError(
             f"{setting}, and {facts.get('model_type')} is no mixture of experts: no token is given "
@@ -89,7 +89,7 @@ def carries_state(facts: Facts) -> bool:
 
 
 def require_compilable(family: object, *, has_state: bool) -> None:
-    """Raise ConfigError if layers carry a state."""
+    """Raise ConfigError if the model's layers carry a state."""
     if has_state:
         raise ConfigError(
             f"learner.compile: was true, and layers of {family} carry a state from token to "
@@ -181,7 +181,7 @@ def require_decoding(facts: Facts, max_model_len: int) -> None:
 
 
 def require_length(facts: Facts, longest: int) -> None:
-    """Raise ConfigError if the learner cannot compute a trajectory of so many tokens."""
+    """Raise ConfigError if the learner cannot compute a trajectory of `longest` tokens."""
     limit = rope_limits(facts).get("dynamic", inf)
     if longest > limit:
         raise ConfigError(
@@ -205,7 +205,7 @@ def rope_limits(facts: Facts) -> dict[str, float]:
 
 
 def _ropes(facts: Facts) -> dict[str, Mapping[str, Any]]:
-    """Rotary embeddings by their kind; a model may have one for each kind of layer."""
+    """Return the rotary embeddings by kind; a model may have one for each kind of layer."""
     given = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
     found = [rope for rope in (given, *given.values()) if isinstance(rope, Mapping)]
     return {str(rope.get("rope_type") or rope.get("type")): rope for rope in found}

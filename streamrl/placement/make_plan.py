@@ -1,8 +1,8 @@
 """Makes the plan of a run: seats, then addresses, then the command and environment of each process.
 
 Invariant: the same configuration, hosts and model give the same plan; only the model's config.json
-and the headers of its files are read. A plan can start, as far as settings and sizes tell. A
-command is what a person would type in the host's working folder. On several hosts `buffer.url` and
+and the headers of its files are read. As far as settings and sizes tell, a plan can start. A
+command is what a person would type in the host's working folder. On several hosts, `buffer.url` and
 `weights.address` are addresses of hosts, with ports that are known before anything starts.
 """
 
@@ -21,14 +21,14 @@ from streamrl.placement.plan import Host, Plan, PlannedProcess
 from streamrl.placement.seats import Seat, seats
 
 _PORTS: dict[HostRole, int] = {"buffer": 0, "learner": 1}
-"""Added to `cluster.first_port` for the address of each role."""
+"""The offset from `cluster.first_port` of each role's port."""
 _RANKS = 2
-"""The same for the port where ranks of several hosts find each other, on the host of the first."""
+"""The offset of the port where ranks on several hosts find each other, on the first one's host."""
 
 
 def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
-    """The configuration with addresses that all seats can use. Raises ConfigError if the seats are
-    on several hosts, but only one of them reaches Redis."""
+    """Return the configuration with addresses that all seats can use. Raise ConfigError if the
+    seats are on several hosts and `buffer.url` names Redis by a loopback address."""
     if len({seat.host.name for seat in seats}) == 1:
         return config
     address = _address(config, config.weights.address, "learner", seats)
@@ -44,7 +44,7 @@ def with_addresses(config: RunConfig, seats: Sequence[Seat]) -> RunConfig:
 
 
 def _address(config: RunConfig, url: str, role: HostRole, seats: Sequence[Seat]) -> str:
-    """The URL where the first process of the role listens; unchanged if the role has none."""
+    """Return the URL where the role's first process listens; `url` itself if it has no process."""
     if all(seat.role != role for seat in seats):
         return url
     scheme, _, place = url.partition("://")
@@ -92,10 +92,10 @@ class Commands:
         return (*ranks, "streamrl", seat.role, "--config", file, *name, *overrides)
 
     def _torchrun(self, seat: Seat) -> tuple[str, ...]:
-        """The torchrun part of the command of a learner with ranks on several hosts.
+        """Return the torchrun part of the command of a learner on several hosts; () on one host.
 
         Rank 0 has to be where `weights.address` is, so the order of hosts is given: without
-        --node-rank torchrun sorts hosts by their addresses.
+        --node-rank, torchrun sorts hosts by their addresses.
         """
         learners = [other for other in self.seats if other.role == "learner"]
         if len(learners) == 1:
@@ -119,13 +119,12 @@ class Commands:
         host = seat.host
         found: dict[str, str] = {}
         if seat.devices and host.is_counted:
-            # A device chosen by a setting is numbered among all of the host's.
+            # The number of a device in a setting counts all of the host's devices.
             shown = range(len(host.devices)) if seat.is_pinned else seat.devices
             visible = ",".join(host.devices[index].visible_as for index in shown)
             found["CUDA_VISIBLE_DEVICES"] = visible
         if host.num_cores:
-            # Its share of the cores; for a learner that starts its ranks itself, the share of all
-            # ranks.
+            # The process's share of the cores; if a learner starts its ranks itself, their sum.
             starts_ranks = seat.role == "learner" and not self._torchrun(seat)
             cores = host.num_cores * (seat.num_ranks if starts_ranks else 1)
             num_sharing = max(1, self._num_sharing[host.name])
@@ -136,8 +135,8 @@ class Commands:
 
     @cached_property
     def _num_sharing(self) -> Counter[str]:
-        """By host name, how many ranks share its cores. A validator is idle nearly all the time and
-        does not count."""
+        """How many ranks share the cores of each host, by name. The buffer does not count, nor does
+        a validator that rests between validations."""
         idle = {"buffer"} | ({"validator"} if self.config.validation.rests else set())
         found = Counter({seat.host.name: 0 for seat in self.seats})
         for seat in self.seats:

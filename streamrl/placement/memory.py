@@ -61,7 +61,7 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """The MLP width that a token passes through: that of its experts, if there are any."""
+    """The MLP width that a token passes: the sum over its active experts, if there are some."""
     query_width: int
     key_value_width: int
     num_key_value_heads: int

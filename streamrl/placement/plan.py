@@ -2,8 +2,8 @@
 
 Invariant: a plan is what a person would type. Each command can be run by hand in the working folder
 of its host, with the configuration of the plan in `run.path/config.yaml` there, and the run is the
-same. Whoever starts the processes (here, Ray, Slurm) takes them from a plan and adds nothing that
-changes what they compute.
+same. The launchers (of this machine, Ray, Slurm) take the processes from a plan and add nothing
+that changes what they compute.
 
 `streamrl.placement.make_plan` makes plans; the launchers of `streamrl.cli` read them.
 """
@@ -39,7 +39,7 @@ class Need:
 
     @classmethod
     def of(cls, parts: Iterable[MemoryPart], remedies: Iterable[str] = ()) -> "Need":
-        """The need made of these parts, without empty ones."""
+        """Return the need made of these parts, without the empty ones."""
         return cls(tuple(part for part in parts if part.num_bytes > 0), tuple(remedies))
 
     @property
@@ -88,8 +88,8 @@ class Device:
 class Host:
     """A machine; the others reach it at `address`, through its network interface `interface`.
 
-    `num_cores` is 0 if unknown. `generators` is how many it has to take, None for its share. If
-    `is_counted` is false, its GPUs are unknown, and processes choose devices themselves.
+    `num_cores` is 0 if unknown. `generators` is the number that it must take, None for its share.
+    If `is_counted` is false, its GPUs are unknown, and processes choose devices themselves.
     """
 
     name: str
@@ -106,8 +106,8 @@ _FOR_PERSONS = frozenset({"OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_
 
 
 def without_chosen(planned: Mapping[str, str], environment: Mapping[str, str]) -> Mapping[str, str]:
-    """The variables that a plan sets, without those for threads and interfaces that a person has
-    already chosen."""
+    """Return the variables that a plan sets, without those for threads and interfaces that a person
+    has already set."""
     chosen = {name for name in _FOR_PERSONS if environment.get(name)}
     return {name: value for name, value in planned.items() if name not in chosen}
 
@@ -116,10 +116,10 @@ def without_chosen(planned: Mapping[str, str], environment: Mapping[str, str]) -
 class PlannedProcess:
     """One command on one host.
 
-    `name` is the process's own: buffer, generator-0, validator, learner (one per host, which starts
-    the ranks there; the second host's is learner-host-1). `devices` are indices on the host;
-    `environment` is added to the host's; `restart_command` is run after a failure; `memory` is
-    roughly what it needs on each device, None if it has none or the model is unknown.
+    `name` is unique: buffer, generator-0, validator, learner (one per host, which starts the ranks
+    there; the second host's is learner-host-1). `devices` are indices on the host; `environment` is
+    added to the host's; `restart_command` is run after a failure; `memory` is roughly the need on
+    each device, None if there is no device or the model is unknown.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Plan:
     """All processes of a run, in the order in which they start.
 
     `config` has the plan's addresses and sizes; every process gets it as its file. `notes` are
-    warnings for the person who starts it.
+    warnings for the person who starts the run.
     """
 
     config: RunConfig

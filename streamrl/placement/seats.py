@@ -1,8 +1,8 @@
-"""Assigns each process a seat: a host, and GPUs of it.
+"""Assigns each process a seat: a host, and GPUs of that host.
 
 Learner ranks come first, with one GPU each. An engine then takes as many free GPUs of one host as
-it needs. Only if no host has that many does it share, with as few other engines as possible, and
-with a learner only if nothing else is left.
+it needs. Only if no host has that many does it share GPUs, with as few other engines as possible,
+and with a learner only if nothing else is left.
 
 Invariant: the same configuration and hosts give the same seats; every process gets one, or the
 configuration is refused. A learner's rank has a GPU, or a share of a CPU host. No two ranks share a
@@ -46,15 +46,16 @@ class Seat:
 
 
 def allowed_for(role: HostRole, hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """Every launcher has a host for each role but the validator's."""
+    """Return the hosts with the role. Every launcher has one for each role except the
+    validator's."""
     return tuple(host for host in hosts if role in host.roles)
 
 
 def at_address(
     setting: str, url: str, hosts: Sequence[Host], all_hosts: Sequence[Host]
 ) -> tuple[Host, ...]:
-    """The `hosts` that may take a process that listens at `url`: first those with its address, if
-    it names one.
+    """Return the `hosts` that may take a process that listens at `url`: first those with the
+    address in `url`, if it names one.
 
     Raises:
         ConfigError: the run has several hosts, and none of `hosts` has the address.
@@ -77,7 +78,7 @@ def names_a_host(url: str, all_hosts: Sequence[Host]) -> bool:
 
 
 def counted(hosts: Iterable[Host]) -> str:
-    """The number of GPUs, as part of a sentence.
+    """Return the number of GPUs of each host, as part of a sentence.
 
     >>> counted([Host("here", "127.0.0.1")]), counted([Host("a", "a"), Host("b", "b")])
     ('there are 0 GPUs here', 'a has 0 GPUs, b has 0 GPUs')
@@ -96,7 +97,7 @@ def _gpus(host: Host) -> str:
 
 
 def learner_seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
-    """One seat for each host with ranks; rank 0 is on the first.
+    """Return one seat for each host with ranks; rank 0 is on the first.
 
     Raises:
         ConfigError: the hosts with the role have too few GPUs, blocks do not fit on one, or rank 0
@@ -141,7 +142,7 @@ def _seats_of(config: RunConfig, allowed: Sequence[Host]) -> tuple[Seat, ...]:
 
 
 def _with_device(role: HostRole, device: str, hosts: Sequence[Host]) -> Sequence[Host]:
-    """The hosts that may have a device such as cuda:1."""
+    """Return the hosts that may have a device such as cuda:1; raise ConfigError if none has."""
     number = int(device.partition(":")[2])
     found = [host for host in hosts if number < len(host.devices) or not host.is_counted]
     if not found:
@@ -169,7 +170,7 @@ def _require_room(config: RunConfig, hosts: Sequence[Host], block: int) -> None:
 
 
 def _fill(num_ranks: int, block: int, rooms: Sequence[int]) -> Sequence[int]:
-    """Ranks per host, filling one host before the next."""
+    """Return the ranks of each host, filling one host before the next."""
     shares: list[int] = []
     for room in rooms:
         shares.append(min(room // block * block, num_ranks - sum(shares)))
@@ -177,13 +178,13 @@ def _fill(num_ranks: int, block: int, rooms: Sequence[int]) -> Sequence[int]:
 
 
 def spread(num_ranks: int, block: int, num_hosts: int) -> tuple[int, ...]:
-    """Ranks per host, as equal as blocks allow, with more on the first hosts."""
+    """Return the ranks of each host, as equal as blocks allow, with more on the first hosts."""
     blocks, more = divmod(num_ranks // block, num_hosts)
     return tuple((blocks + (index < more)) * block for index in range(num_hosts))
 
 
 def _generator_hosts(config: RunConfig, hosts: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
-    """For each generator, the hosts that it may be on; hosts that have to take some come first."""
+    """Yield for each generator the hosts that may take it; hosts that must take some come first."""
     allowed = allowed_for("generator", hosts)
     named = [host for host in allowed for _ in range(host.generators or 0)]
     yield from ((host,) for host in named)
@@ -198,8 +199,8 @@ def engine_seat(
     hosts: Sequence[Host],
     taken: "Taken",
 ) -> Seat:
-    """The best remaining place for one engine. Raises ConfigError if no host has as many GPUs as it
-    needs."""
+    """Return the best remaining place for one engine. Raise ConfigError if no host has as many GPUs
+    as it needs."""
     kind, _, number = generator.device.partition(":")
     size = devices_per_engine(generator)
     if kind not in ("auto", "cuda") or size == 0:
@@ -225,14 +226,14 @@ def size_setting(generator: GeneratorSettings) -> str:
 
 
 def devices_per_engine(generator: GeneratorSettings) -> int:
-    """GPUs of one engine on a host that has some; 0 where its server runs elsewhere."""
+    """Return the number of GPUs of an engine, on a host with GPUs; 0 if its server is elsewhere."""
     if generator.url:
         return 0
     return generator.sglang.tp_size if generator.engine == "sglang" else generator.num_ranks
 
 
 def tensor_parallel_size(generator: GeneratorSettings) -> int:
-    """The number of parts into which an engine divides each matrix."""
+    """Return the number of parts into which an engine divides each matrix."""
     match generator.engine:
         case "vllm":
             return generator.vllm.tensor_parallel_size
@@ -243,7 +244,7 @@ def tensor_parallel_size(generator: GeneratorSettings) -> int:
 
 
 def pipeline_parallel_size(generator: GeneratorSettings) -> int:
-    """The number of parts into which an engine divides its layers."""
+    """Return the number of parts into which an engine divides its layers."""
     return generator.product_of(("pipeline_parallel_size",))
 
 
@@ -270,8 +271,8 @@ class Taken:
         self._least.pop(name, None)
 
     def least_loaded(self, host: Host, size: int) -> tuple[Load, tuple[int, ...]]:
-        """The load and indices of the host's `size` least loaded GPUs; fewer learner ranks count
-        first, then fewer engines."""
+        """Return the largest load and the indices of the host's `size` least loaded GPUs, compared
+        by learner ranks first, then by engines."""
         known, load = self._least[host.name], self._loads[host.name]
         if size not in known:
             loads = sorted((load[True, i], load[False, i], i) for i in range(len(host.devices)))
@@ -280,13 +281,13 @@ class Taken:
         return known[size]
 
     def idlest(self, hosts: Sequence[Host]) -> Host:
-        """The host with the fewest processes per core."""
+        """Return the host with the fewest ranks per core."""
         return min(hosts, key=lambda h: (self._num_ranks[h.name] + 1) / max(1, h.num_cores))
 
 
 def seats(config: RunConfig, hosts: Sequence[Host]) -> tuple[Seat, ...]:
-    """Seats for all processes of the run, in the order in which they start. Raises ConfigError if
-    one has no place."""
+    """Return the seats of all processes, in the order in which they start. Raise ConfigError if one
+    has no place."""
     wanted = allowed_for("buffer", hosts)
     if config.buffer.binds_url:
         wanted = at_address("buffer.url", config.buffer.url, wanted, hosts)
