@@ -1,10 +1,12 @@
 """The limits that keep the tree readable: lines of a file, lines of a function, files of a folder,
-and a sentence that says what a folder is; and that what runs elsewhere imports what there is.
+and a sentence that says what a folder is; that code which runs elsewhere imports what exists; and
+that tables are whole.
 
 The import floors are proven by import-linter, in `make check`.
 """
 
 import ast
+import csv
 from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
@@ -111,3 +113,13 @@ def long_functions(path: Path) -> Iterator[str]:
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if num_lines > MAX_FUNCTION_LINES:
                 yield f"{path}:{node.lineno} {node.name}: {num_lines} lines"
+
+
+def test_every_line_of_a_table_has_a_cell_for_each_column():
+    """A comma outside quotes would cut the cell before it."""
+    tables = sorted((ROOT / "streamrl").rglob("*.csv"))
+    assert len(tables) > 5
+    for path in tables:
+        with path.open(newline="") as file:
+            heading, *lines = csv.reader(file)
+        assert not [line for line in lines if len(line) != len(heading)], path
