@@ -25,6 +25,7 @@ messages.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -217,6 +218,8 @@ class Peers:
 Frames: TypeAlias = Sequence[Frame]
 STATS_S = 1.0
 SHUTDOWN_GRACE_S = 0.5
+LEAVING_S = 1.5
+"""Longer than the time between a generator's heartbeats."""
 # The requests of one commit: more would keep the first ones waiting.
 MAX_REQUESTS = 256
 MAX_BYTES = 64 * 2**20
@@ -270,7 +273,7 @@ class ZmqBufferServer:
         self._replies = Replies()
         self._max_group_bytes = max_group_bytes
         self._on_stats, self._stats_s = on_stats, clock()
-        self._needed_s = clock()
+        self._needed_s, self._stopped_s = clock(), math.inf
         self._pending_requests = PendingRequests()
         state.on_session_end = self._pending_requests.forget_leases
         self._context = zmq.Context()
@@ -294,13 +297,14 @@ class ZmqBufferServer:
 
     def serve(self, stop: threading.Event, *, until_complete: bool = False) -> BufferStats | None:
         """Serve until `stop` is set, or until the run is complete and its observers know; then
-        SHUTDOWN_GRACE_S longer, to send the last replies.
+        SHUTDOWN_GRACE_S longer, to send the last replies. If the run is over at `stop`, whoever
+        does not know yet has LEAVING_S to ask.
 
         Waits for a request, the next expiry or the next deadline, at most POLL_S. Returns the last
         stats; None if its journal could not be opened.
         """
         try:
-            while not stop.is_set() and not (until_complete and self._has_ended()):
+            while not self._is_done(stop, until_complete):
                 if self._socket.poll(int(1000 * self._poll_timeout_s())):
                     self._receive_all()
                 if num_ignored := self._peers.take_num_ignored(self._clock()):
@@ -330,6 +334,13 @@ class ZmqBufferServer:
         if self._on_stats is not None and now_s >= self._stats_s and not self._is_blank:
             self._stats_s = now_s + STATS_S
             self._on_stats(self._state.stats(now_s))
+
+    def _is_done(self, stop: threading.Event, until_complete: bool) -> bool:
+        if not stop.is_set():
+            return until_complete and self._has_ended()
+        self._stopped_s = min(self._stopped_s, self._clock())
+        is_late = self._clock() - self._stopped_s >= LEAVING_S
+        return is_late or not self._state.is_over or self._has_ended()
 
     def _has_ended(self) -> bool:
         """Whether to close now: closing at once would lose replies that clients have not read."""

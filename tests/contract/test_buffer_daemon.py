@@ -7,6 +7,8 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,8 +24,11 @@ from buffers import messages as m
 from buffers.audit import audit_journal
 from buffers.connect import try_stats
 from buffers.journal.sqlite import journal_path
+from buffers.ledger.ledger import Ledger
+from buffers.ledger.state import BufferState
 from buffers.zmq import multipart
 from buffers.zmq.client import ZmqBuffer
+from buffers.zmq.server import POLL_S, ZmqBufferServer
 from streamrl import wire
 from streamrl.cli.main import main
 from streamrl.config import load_config
@@ -393,6 +398,28 @@ async def test_a_learner_that_is_killed_as_a_launch_ends_finds_the_buffer_again(
     assert daemon.end() == 0
     await learner.close()
     await again.close()
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_who_has_joined_a_launch_hears_of_its_end(tmp_path: Path, leaves: bool):
+    """The launcher waits for its own generators only."""
+    runs = threading.Event()
+    state = BufferState[bytes](Ledger(groups_per_step=2, max_staleness=1), lease_ttl_s=60.0)
+    clock = lambda: time.monotonic() if runs.is_set() else 0.0  # noqa: E731
+    server = ZmqBufferServer(state, "zmq://127.0.0.1:0", quarantine=tmp_path, clock=clock)
+    stop = threading.Event()
+    serving = asyncio.create_task(asyncio.to_thread(server.serve, stop))
+    client = ZmqBuffer(server.url)
+    await client.attach(0, None)
+    await client.heartbeat(status())
+    await client.finish()
+    stop.set()
+    await asyncio.sleep(3 * POLL_S)
+    assert not serving.done()
+    assert (await client.heartbeat(status(is_leaving=leaves))).finished
+    runs.set()
+    await asyncio.wait_for(serving, DEADLINE_S)
+    await client.close()
 
 
 def test_an_audit_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

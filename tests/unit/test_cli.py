@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -357,7 +356,7 @@ def test_a_second_launch_of_a_run_is_refused(tmp_path, capsys, monkeypatch, opti
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_a_launch_waits_for_what_one_that_was_killed_has_started(tmp_path, capsys):
+def test_a_launch_waits_for_what_one_that_was_killed_has_started(tmp_path, capsys, monkeypatch):
     gone = subprocess.Popen(["true"])
     gone.wait()
     (tmp_path / ".launches").mkdir()
@@ -366,7 +365,7 @@ def test_a_launch_waits_for_what_one_that_was_killed_has_started(tmp_path, capsy
     environment = {**os.environ, PARENT_VARIABLE: str(gone.pid)}
     daemon = subprocess.Popen(["sleep", "60"], env=environment)
     # Reaps it, as the system does with one whose parent is gone.
-    threading.Timer(0.2, lambda: (daemon.kill(), daemon.wait())).start()
+    monkeypatch.setattr(time, "sleep", lambda _: (daemon.kill(), daemon.wait()))
     with sole_launch(tmp_path / "run", orphans_s=60.0):
         assert daemon.returncode == -signal.SIGKILL
         assert lock.read_text() == f"process {os.getpid()} of {socket.gethostname()}"

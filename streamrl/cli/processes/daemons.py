@@ -149,7 +149,8 @@ async def _stop_in_order(
         for child in wave:
             child.stop()
         if by_s:
-            by_s = min(by_s + _OTHERS_S - _BUFFER_S, loop.time() + _BUFFER_ENDS_S)
+            ends_s = GRACE_PERIOD_S / 2 if learner_ended else _BUFFER_ENDS_S
+            by_s = min(by_s + _OTHERS_S - _BUFFER_S, loop.time() + ends_s)
         else:
             by_s = loop.time() + stop_s - _OTHERS_S
         _, late = await asyncio.wait(tasks, timeout=max(_KILL_S, by_s - loop.time()))
