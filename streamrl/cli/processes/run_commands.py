@@ -65,7 +65,9 @@ def sole_launch(folder: Path, wait_s: float = 0.0, orphans_s: float = 0.0) -> It
         try:
             yield
         finally:
-            os.truncate(descriptor, 0)
+            # A failed file server must not hide why the launch ends.
+            with suppress(OSError):
+                os.truncate(descriptor, 0)
     finally:
         os.close(descriptor)
 
