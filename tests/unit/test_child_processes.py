@@ -143,6 +143,17 @@ def test_a_process_that_is_killed_is_started_again_and_continues(launched: Launc
     assert log.count("launcher: learner was killed by SIGKILL") == 2
 
 
+def test_a_buffer_that_a_signal_ends_alone_is_started_again(launched: Launch, monkeypatch):
+    monkeypatch.setattr(daemons, "GRACE_PERIOD_S", 1.5)
+    again = "open(os.path.join(folder, 'again'), 'w').close(); time.sleep(600)"
+    buffer = f"starts < 2 and os.kill(os.getpid(), signal.SIGTERM); {again}"
+    assert launched.run({"buffer": buffer, "learner": "wait_for('again')"}) is None
+    assert launched.notices == ["buffer: ended with exit code 0; started again in 0.01 s"]
+    assert len(starts_of(launched.folder, "buffer")) == 2
+    log = (launched.config.run.path / "logs" / "buffer.log").read_text()
+    assert log.count("launcher: buffer ended") == 1
+
+
 def test_the_summary_says_what_was_started_again_how_often_and_why(launched: Launch, monkeypatch):
     monkeypatch.setattr(daemons, "GRACE_PERIOD_S", 1.5)
     learner = "starts < 3 and os.kill(os.getpid(), signal.SIGKILL)"

@@ -7,6 +7,8 @@
     otherwise                        restarted after a back-off, at most `max_restarts` times within
                                      `restart_window_s`, and at most as often without a new step
 
+A process that ends with exit code 0 is done, except the buffer, which only the launch ends.
+
 A start may take longer than the window divided by the number of restarts, so restarts without a new
 step stay counted. Steps trained again after a restart do not count as new.
 
@@ -134,8 +136,8 @@ class Child:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def supervise(self) -> int:
-        """Start the process, and again after each failure; return its last exit code. Waits for its
-        end.
+        """Start the process, again after each failure, and a buffer after any end; return the last
+        exit code. Waits for its end.
 
         Raises:
             StreamRLError: of the failure's kind, if it failed and is not started again.
@@ -144,9 +146,10 @@ class Child:
             code, record = await self._run()
             self.state = "done" if code == 0 else f"ended ({code})"
             await self._on_end(code)
-            if code != 0:
+            is_over = code == 0 and (self.role != "buffer" or self.stopping.is_set())
+            if not is_over:
                 self._log(sentence_of(code, record))
-            if code == 0 or self.stopping.is_set():
+            if is_over or self.stopping.is_set():
                 return code
             try:
                 delay_s = self._delay_s(code, record)
