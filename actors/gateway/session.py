@@ -278,8 +278,7 @@ class Session:
         calls = message.get("tool_calls") or ()
         if not tools:
             # A client that offers no tools expects no calls, so they are text.
-            said = self.renderer.decode(token_ids)
-            return {"role": "assistant", "content": said} if calls else message
+            return self.renderer.parse(token_ids, None) if calls else message
         self.num_invalid_turns += is_unread and not finish_reason.is_truncated
         named = [{"id": uuid.uuid4().hex[:9], **call} for call in calls]
         return {**message, "tool_calls": named} if named else message

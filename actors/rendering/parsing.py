@@ -326,7 +326,7 @@ class MessageParser:
             return "which does not read a call as the chat template writes it"
         return ""
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] | None) -> Message:
         """The assistant's message; see `Renderer.parse`. If the chat template opens a `<think>`
         before the completion, that part belongs to the message.
 
@@ -341,7 +341,10 @@ class MessageParser:
         opening = "" if self._chat is None else self._chat.generation_prompt
         # A tokenizer's own template finds the message in the prompt itself.
         is_own = self._template.start_anchor_re.pattern != r"\A"
-        return _parsed(text, self._template, opening if is_own else opened_thinking(opening), tools)
+        prefix = opening if is_own else opened_thinking(opening)
+        if tools is None:
+            return _thought(text, self._template, prefix)
+        return _parsed(text, self._template, prefix, tools)
 
     def without_end(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens without special ones at the end; special tokens elsewhere may belong to a
@@ -375,13 +378,13 @@ def _parsed(
 
 
 def _thought(text: str, template: ResponseTemplate, prefix: str) -> Message:
-    """A message whose calls cannot be read: its thoughts apart from the rest, or all of its
-    text."""
+    """A message whose calls are not read: its thoughts apart from the rest, or all of its text."""
     fields = {name: field for name, field in template.fields.items() if name != "tool_calls"}
     with suppress(ValueError, KeyError, RecursionError):
         message = _message(parse_response(text, replace(template, fields=fields), prefix=prefix))
-        if "reasoning_content" in message:
-            return message
+        if thoughts := message.get("reasoning_content"):
+            # Where answers have marks of their own, a call is no content.
+            return {**message, "content": message["content"] or text.rpartition(thoughts)[2]}
     return {"role": "assistant", "content": text}
 
 

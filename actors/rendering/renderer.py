@@ -271,7 +271,7 @@ class ChatRenderer:
         added = self._tokenizer.added_tokens_decoder
         return frozenset((*self._tokenizer.all_special_ids, *added))
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] | None = ()) -> Message:
         return self._parser.parse(token_ids, tools)
 
     @property

@@ -91,7 +91,7 @@ class Renderer(Protocol):
         """The images and videos of a conversation, in order."""
         ...
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] | None = ()) -> Message:
         """Parse a completion into the assistant's message, by the convention of its chat template.
 
         It has a `content` and, if present, `reasoning_content` and `tool_calls`, whose arguments
@@ -100,7 +100,7 @@ class Renderer(Protocol):
 
         Args:
             tools: those that it may call; their schemas give arguments that are written as text
-                 their types.
+                 their types. None: what has the form of a call is text.
         """
         ...
 

@@ -92,10 +92,10 @@ class PlainRenderer:
         written = "".join(f"{call['name']}({call['arguments'].get('x', '')})" for call in calls)
         return f"{message['role'][0]}:{message.get('content') or ''}{written};"
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> Message:
+    def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSchema] | None = ()) -> Message:
         thoughts, _, said = text(token_ids).rstrip(";").rpartition("|")
         thinking = {"reasoning_content": thoughts} if thoughts else {}
-        if "(" not in said:
+        if tools is None or "(" not in said:
             return {"role": "assistant", "content": said, **thinking}
         name, _, argument = said.partition("(")
         value = argument.rstrip(")")

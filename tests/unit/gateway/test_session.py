@@ -67,7 +67,8 @@ async def test_tool_calls_come_back_in_the_clients_form():
 async def test_calls_are_text_where_no_tools_were_offered():
     policy, _ = session("t|add(1);", "2;")
     first = await policy.complete([QUESTION])
-    assert first.message == {"role": "assistant", "content": "t|add(1)"}
+    said = {"role": "assistant", "content": "add(1)", "reasoning_content": "t"}
+    assert first.message == said
     await policy.complete([QUESTION, first.message, QUESTION])
     assert segments(policy) == ["u:q;>t|add(1);u:q;>2;"]
     assert [turn.num_tool_calls for turn in policy.record.segments[0].turns] == [0, 0]

@@ -118,6 +118,22 @@ class TestConventions:
         message = parse(make(HERMES), "<think>\nHm.\n</think>\n\nFour.<|im_end|>")
         assert message == {"role": "assistant", "content": "Four.", "reasoning_content": "Hm."}
 
+    @pytest.mark.parametrize(
+        ("name", "thoughts", "said"),
+        [
+            ("hermes", "<think>Hm.</think>", '<tool_call>{"name": "add"}</tool_call>'),
+            ("hermes", "", '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
+            ("cohere", "<|START_THINKING|>Hm.", "<|END_THINKING|><|START_ACTION|>[]"),
+        ],
+    )
+    def test_calls_that_are_not_to_be_read_are_text_behind_the_thoughts(
+        self, name: str, thoughts: str, said: str
+    ) -> None:
+        renderer = make(TEMPLATES[name])
+        message = renderer.parse(renderer.encode_text(f"{thoughts}{said}<|im_end|>"), None)
+        apart = {"reasoning_content": "Hm."} if thoughts else {}
+        assert message == {"role": "assistant", "content": said, **apart}
+
     def test_reasoning_that_the_template_opens(self) -> None:
         message = parse(make(THINKS), "Hm.\n</think>\n\nFour.<|im_end|>")
         assert message == {"role": "assistant", "content": "Four.", "reasoning_content": "Hm."}
@@ -357,6 +373,7 @@ class TestUnreadable:
         assert message["parse_error"]
         assert message["reasoning_content"] == "Hm."
         assert "Hm." not in message["content"]
+        assert "{" in message["content"]
 
     @pytest.mark.parametrize("pattern", [r"(?P<key>\w+)", r"(?P<value>\w+)"])
     def test_tags_of_ones_own_template_without_a_key_or_a_value(self, pattern: str) -> None:
