@@ -59,7 +59,7 @@ class JsonLines:
         place = f"line {self._numbers[number]} of {self._path.name}"
         try:
             return row(self._setting, place, json.loads(text))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             # The error's own place counts within the line, so it is left out.
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise ConfigError(f"{self._setting}: {place} is not JSON: {reason}") from error
@@ -86,8 +86,9 @@ def count_lines(setting: str, path: Path) -> int:
 def read_json(setting: str, path: Path) -> tuple[Row, ...]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        hint = "; with an object a line it is .jsonl" if error.msg == "Extra data" else ""
+    except (json.JSONDecodeError, RecursionError) as error:
+        is_lines = str(error).startswith("Extra data")
+        hint = "; with an object a line it is .jsonl" if is_lines else ""
         raise ConfigError(f"{setting}: {path} is not JSON: {error}{hint}") from error
     if not isinstance(rows, list):
         raise ConfigError(f"{setting}: {path} was {shown(rows)}; it must be a list of objects")

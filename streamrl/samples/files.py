@@ -21,6 +21,7 @@ SAMPLES_FILE = "samples.jsonl"
 OLDER_FILE = "samples.1.jsonl"
 VALIDATION_FOLDER = "validation"
 BLOCK_BYTES = 2**18
+_DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class SampleFile:
@@ -168,7 +169,7 @@ def parsed_line(text: bytes) -> dict[str, Any] | None:
     """Parse a line that has a step; None if it is damaged."""
     try:
         line = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except _DAMAGED:
         return None
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
@@ -184,5 +185,5 @@ def read_samples(path: Path) -> Iterator[Sample]:
 def _parsed(line: bytes) -> Sample | None:
     try:
         return msgspec.json.decode(line, type=Sample)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except _DAMAGED:
         return None

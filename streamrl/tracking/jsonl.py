@@ -235,7 +235,7 @@ class FollowedMetrics:
         """Add a line. A damaged one is left out; NaN and infinity do not count as damage."""
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if not isinstance(line, dict) or "step" not in line:
             return

@@ -24,7 +24,7 @@ from streamrl.api import dataset_setting
 from streamrl.config.data import CurriculumSettings, DataSettings
 from streamrl.config.loading.load import load_config
 from streamrl.config.loading.rendering import to_yaml
-from streamrl.data_files import count_rows, fingerprint
+from streamrl.data_files import count_rows, fingerprint, open_rows
 from streamrl.errors import ConfigError
 from streamrl.interfaces import Prompt
 
@@ -293,6 +293,14 @@ def test_json_with_an_object_a_line_is_told_its_name(tmp_path):
     path = Path(write(tmp_path / "rows.jsonl")).rename(tmp_path / "rows.json")
     with pytest.raises(ConfigError, match=r"is not JSON: .*; with an object a line it is \.jsonl"):
         count_rows("data.source", str(path))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="is not JSON: maximum recursion depth"):
+        list(open_rows("data.source", str(path), subset=None, split=None))
 
 
 def test_a_row_is_found_by_its_place_in_its_file(tmp_path):

@@ -3,8 +3,9 @@
 from itertools import pairwise
 from pathlib import Path
 
+from streamrl.samples.files import read_samples
 from streamrl.tracking import jsonl as module
-from streamrl.tracking.jsonl import FollowedMetrics, JsonlTracker
+from streamrl.tracking.jsonl import FollowedMetrics, JsonlTracker, read_metrics
 
 
 def write_steps(path: Path, steps: range) -> None:
@@ -52,5 +53,8 @@ def test_metrics_of_a_learner_that_went_back_are_followed_anew(tmp_path: Path):
 
 def test_a_damaged_line_is_left_out(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n\xff{\n[]\n7\n{"step": 2}\n')
+    deep = b'{"step": 9, "a": ' + b"[" * 100_000
+    path.write_bytes(b'{"step": 1}\n\xff{\n[]\n7\n' + deep + b'\n{"step": 2}\n')
     assert [line["step"] for line in FollowedMetrics(path).read()] == [1, 2]
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    assert list(read_samples(path)) == []
