@@ -333,6 +333,8 @@ async def test_the_key_may_stand_in_the_path():
     ("asked", "sentence"),
     [
         ({"n": 2}, "n: was 2, which is not supported"),
+        ({"extra_body": {"n": True}}, "n: was True, which is not supported"),
+        ({"extra_body": {"presence_penalty": False}}, "presence_penalty: was False"),
         ({"stop": ["x"]}, "stop: was ['x']"),
         ({"tool_choice": "required", "tools": CHAT_TOOLS}, "tool_choice: was 'required'"),
         ({"response_format": {"type": "json_object"}}, "response_format: was"),

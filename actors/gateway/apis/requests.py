@@ -140,8 +140,11 @@ def converted(body: Json, form: type[Form], neutral: Mapping[str, Sequence[Any]]
         RequestError: a field is unknown, has the wrong type, or asks for something unsupported.
     """
     for name, allowed in neutral.items():
-        if allowed and name in body and body[name] not in (*allowed, None):
-            raise RequestError(f"{name}: was {body[name]!r}, which is not supported")
+        value = body.get(name)
+        # In Python true equals 1, and false 0.
+        alike = [one for one in allowed if isinstance(one, bool) == isinstance(value, bool)]
+        if allowed and value is not None and value not in alike:
+            raise RequestError(f"{name}: was {value!r}, which is not supported")
     left = {name: value for name, value in body.items() if name not in neutral}
     given = {name: value for name, value in left.items() if value is not None}
     try:
