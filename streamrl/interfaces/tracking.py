@@ -5,8 +5,8 @@ from typing import Any
 
 
 class Tracker:
-    """Called by the learner; an error of one tracker does not reach the others. One that derives
-    from it leaves out what it does not show."""
+    """Called by the learner, always from one thread beside its own; an error of one tracker does
+    not reach the others. One that derives from it leaves out what it does not show."""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Once a step."""
@@ -15,8 +15,7 @@ class Tracker:
         """Of the validation of a version; it may come long after that version's step."""
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Some of what a step has trained on, as lines of `samples.jsonl`; at times from a thread
-        of its own."""
+        """Some of what a step has trained on, as lines of `samples.jsonl`."""
 
     def log_validation_samples(
         self, samples: Sequence[Mapping[str, Any]], policy_version: int
