@@ -21,6 +21,7 @@ from actors.engines.model import ModelFacts
 from actors.engines.served import http as http_module
 from actors.engines.served.engine import ServedEngine
 from actors.engines.served.http import (
+    BrokenAnswerError,
     BusyError,
     ConnectionLostError,
     Http,
@@ -330,6 +331,20 @@ async def test_an_answer_from_before_the_learner_went_back_says_nothing_of_the_s
         assert (await running).policy_versions.tolist() == [7]
         assert (await engine.generate([5], ONE)).policy_versions.tolist() == [5]
     assert len(server.asked) == 2
+    await engine.close()
+
+
+async def test_a_server_that_is_lost_within_an_update_is_named_with_what_to_do(monkeypatch):
+    async def lost(*_: object) -> float:
+        raise BrokenAnswerError("http://h:1/begin_weight_update: ReadError")
+
+    server = FakeServer()
+    monkeypatch.setattr(server, "load_in_pause", lost)
+    engine = engine_on(server)
+    update = WeightUpdate(policy_version=1, learner_id="l", manifest=(), endpoint=None, key=b"")  # type: ignore[arg-type]
+    said = "Fake was lost in the middle of an update: http://h:1/begin.*ReadError; if .* again"
+    with pytest.raises(TransportError, match=said):
+        await engine.load_weights(update)
     await engine.close()
 
 

@@ -285,6 +285,11 @@ class ServedEngine(UpdatableEngine):
                 return await self._updates.load_in_pause(label, loaded, check)
         except RefusedError as error:
             raise TransportError(f"{server.name} did not load an update: {error}") from error
+        except (ConnectionLostError, SlowAnswerError) as error:
+            raise TransportError(
+                f"{server.name} was lost in the middle of an update: {error}; if it does not run "
+                "any more, start it again"
+            ) from error
         finally:
             self._num_loads_ended += 1
             self._is_loaded.set()
