@@ -57,6 +57,7 @@ async def generate(config: RunConfig, generator_id: str, shutdown: Shutdown) -> 
     """Generates until the run is over or a signal arrives."""
     with exporting(config, "generator", generator_id) as exported:
         with shutdown.empty_handed():
+            config.require_ports()
             prepare(config)
             renderer = ChatRenderer.from_config(config)
             stream = open_stream(config, renderer, are_checked=are_rows_checked(config))

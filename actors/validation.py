@@ -366,6 +366,7 @@ async def validate(config: RunConfig, shutdown: Shutdown) -> None:
         )
     config = config.for_validator()
     with shutdown.empty_handed():
+        config.require_ports()
         prepare(config)
         stream = open_held_out_stream(config)
     buffer = connect(config)

@@ -31,7 +31,7 @@ from buffers.zmq.multipart import Frame
 from buffers.zmq.server import ZmqBufferServer
 from streamrl import service
 from streamrl.config import RunConfig
-from streamrl.config.addresses import places_of, url_host
+from streamrl.config.addresses import places_of, require_port, url_host
 from streamrl.config.loading.load import configuration
 from streamrl.errors import (
     PARENT_VARIABLE,
@@ -80,6 +80,7 @@ async def _serve_from_disk(
     stopped before the journal could be opened."""
     state: BufferState[Frame] = _blank(config)
     url = config.buffer.url
+    require_port("buffer.url", url)
     with contextlib.ExitStack() as stack:
         open_journal = (
             partial(_open_journal, config, state, stack) if config.buffer.journal else None

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic_core import InitErrorDetails
 
+from streamrl.config.addresses import require_port
 from streamrl.config.algorithm import AlgorithmSettings
 from streamrl.config.algorithm.losses import LossSettings
 from streamrl.config.algorithm.unused_settings import refusals
@@ -140,6 +141,14 @@ class RunConfig(Section):
         generator = self.validation.engine_settings(self.generator)
         wanted = self.validation.num_prompts or self.data.num_eval_prompts
         return self.with_values(generator=generator, data={"num_eval_prompts": wanted})
+
+    def require_ports(self) -> None:
+        """Raise ConfigError if the port of an address that a generator needs is still to be
+        picked."""
+        if self.buffer.binds_url:
+            require_port("buffer.url", self.buffer.url)
+        if self.weights.transport != "store":
+            require_port("weights.address", self.weights.address)
 
     @property
     def entries(self) -> tuple[EnvironmentEntry, ...]:

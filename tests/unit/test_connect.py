@@ -3,11 +3,14 @@
 import argparse
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from actors.daemon import generate
+from actors.validation import validate
 from buffers.connect import connect
-from buffers.daemon import address_beside
+from buffers.daemon import address_beside, serve
 from buffers.redis.client import RedisBuffer
 from buffers.redis.connection import namespace
 from buffers.redis.topology import open_client, redacted
@@ -20,6 +23,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement.hosts import this_machine
 from streamrl.placement.make_plan import make_plan
 from streamrl.run_folder import prepare
+from streamrl.shutdown import Shutdown
 
 
 def configured(tmp_path, url: str) -> RunConfig:
@@ -49,6 +53,25 @@ async def test_a_backend_that_is_not_there_is_refused(tmp_path):
         configured(tmp_path, "memory://")
     with pytest.raises(ConfigError, match="only `streamrl launch` resolves"):
         connect(configured(tmp_path, "zmq://127.0.0.1:0"))
+
+
+@pytest.mark.parametrize(
+    ("daemon", "missing"),
+    [
+        (serve, "buffer.url"),
+        (partial(generate, generator_id="g"), "buffer.url"),
+        (partial(generate, generator_id="g"), "weights.address"),
+        (validate, "weights.address"),
+    ],
+)
+async def test_a_daemon_asks_first_for_the_ports_that_a_launch_picks(tmp_path, daemon, missing):
+    """A generator loads its model for minutes."""
+    ports = {"buffer": {"url": "zmq://127.0.0.1:1"}, "weights": {"address": "tcp://127.0.0.1:2"}}
+    section, field = missing.split(".")
+    ports[section] = {field: f"{ports[section][field][:-1]}0"}
+    config = configured(tmp_path, "zmq://127.0.0.1:1").with_values(validation={"every": 1}, **ports)
+    with pytest.raises(ConfigError, match=rf"^{missing} \S+:0 has port 0, which only"):
+        await daemon(config, shutdown=Shutdown())
 
 
 def test_a_missing_client_of_redis_is_named(tmp_path, monkeypatch):
