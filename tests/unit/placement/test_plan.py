@@ -356,6 +356,6 @@ async def test_a_launch_on_two_gpus_starts_learner_and_generator_on_one_each(
     monkeypatch.setattr(restarts, "executable", lambda: str(program))
     plan = make_plan(configured(run={"name": "x", "folder": tmp_path}), one_host(2))
     for one in make_children(restarts.Child, plan, print, lambda _: {}):
-        assert await one.supervise() == 0
+        assert await one._run() == (0, None)
     logs = [(tmp_path / "x" / "logs" / f"{p.name}.log").read_text() for p in plan.processes]
     assert logs == ["buffer on 0,1\n", "learner on 0\n", "generator on 1\n"]
