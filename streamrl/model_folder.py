@@ -8,7 +8,10 @@ from functools import cached_property
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import Struct
 
 from streamrl.errors import ConfigError, read_text
 
@@ -21,6 +24,40 @@ _SAMPLE = 4096
 """Leading bytes of each tensor that are compared to tell weights apart."""
 _TENSOR = {"shape", "data_offsets"}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+
+
+_Counts: TypeAlias = int | list[int] | None
+"""One, or one for each layer."""
+
+
+class _Rope(Struct):
+    factor: float | None = None
+    original_max_position_embeddings: float | None = None
+
+
+class _Facts(Struct):
+    """The types of what is computed with in a language model's config.json."""
+
+    max_position_embeddings: float | None = None
+    n_positions: float | None = None
+    max_seq_len: float | None = None
+    seq_length: float | None = None
+    original_max_position_embeddings: float | None = None
+    vocab_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    n_head: int | None = None
+    num_key_value_heads: _Counts = None
+    intermediate_size: _Counts = None
+    num_experts: _Counts = None
+    num_local_experts: _Counts = None
+    n_routed_experts: _Counts = None
+    moe_num_experts: _Counts = None
+    num_experts_per_tok: int | None = None
+    moe_k: int | None = None
+    layer_types: list[str] | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +77,12 @@ class ModelFolder:
                 "model"
             )
         inner = outer.get("text_config")
-        return {**outer, **inner} if isinstance(inner, Mapping) else outer
+        config = {**outer, **inner} if isinstance(inner, Mapping) else outer
+        try:
+            msgspec.convert(config, _Facts)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{self.setting}: {self.path / 'config.json'}: {error}") from error
+        return config
 
     @property
     def family(self) -> object:

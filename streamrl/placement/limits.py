@@ -60,9 +60,15 @@ def facts_of(config: object) -> Facts:
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+def _each(counts: int | list[int] | None) -> list[int]:
+    """A count of every layer, or one for each; [] if there is none."""
+    return counts if isinstance(counts, list) else [counts] if counts else []
+
+
 def num_experts(facts: Facts) -> int:
-    """Experts in each layer that has any; 1 for a model without."""
-    return max(1, *(facts.get(name) or 1 for name in _NUM_EXPERTS))
+    """The most experts that a layer has; 1 for a model without."""
+    counts = (count for name in _NUM_EXPERTS for count in _each(facts.get(name)))
+    return max(counts, default=1)
 
 
 def require_experts(facts: Facts, setting: str) -> None:
@@ -146,8 +152,8 @@ def require_shared_matrices(facts: Facts, size: int) -> None:
         "key-value heads": facts.get("num_key_value_heads"),
         "columns of an MLP": facts.get("intermediate_size"),
     }
-    for what, count in counts.items():
-        if count and count % size:
+    for what, given in counts.items():
+        if count := next((count for count in _each(given) if count % size), None):
             raise ConfigError(
                 f"learner.mesh.tensor: was {size}, which does not divide the {count} {what} of "
                 f"{facts.get('model_type')}"

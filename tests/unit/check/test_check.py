@@ -591,6 +591,32 @@ def test_a_model_of_the_hub_is_asked_for(folder, hub, monkeypatch):
     assert "cannot be reached" in report(folder, "model.path=org/known").problems[0]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_position_embeddings", "64"),
+        ("vocab_size", [64]),
+        ("num_attention_heads", True),
+        ("intermediate_size", {"up": 8}),
+        ("layer_types", "attention"),
+        ("rope_scaling", {"factor": "2"}),
+    ],
+)
+def test_a_fact_about_the_model_of_another_type_is_named(folder: Path, key: str, value: object):
+    make_model_folder(folder / "other", **{key: value})
+    found = report(folder, f"model.path={folder / 'other'}", "generator.stop_token_ids=[3]")
+    (problem,) = (problem for problem in found.problems if "config.json" in problem)
+    assert re.search(rf"model\.path: \S+/other/config\.json: Expected .* `\$\.{key}", problem)
+
+
+def test_a_count_may_be_given_for_each_layer(folder: Path):
+    counts = {"intermediate_size": [8, 9], "num_experts": [4, 4], "max_position_embeddings": None}
+    make_model_folder(folder / "other", **counts)
+    mesh = ("learner.mesh.tensor=2", "learner.num_ranks=2")
+    found = report(folder, f"model.path={folder / 'other'}", *mesh)
+    assert "does not divide the 9 columns of an MLP" in " ".join(found.problems)
+
+
 def test_a_model_in_the_hubs_cache_is_looked_at(folder):
     repository = folder / "hub" / "models--org--cached"
     (repository / "refs").mkdir(parents=True)
