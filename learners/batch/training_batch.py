@@ -449,12 +449,13 @@ def _candidates(
     sets: TokenSets, trajectories: Sequence[Trajectory], logprobs: torch.Tensor | None = None
 ) -> Candidates:
     is_response = np.concatenate([t.response_mask for t in trajectories])
-    rows = np.cumsum(is_response) - 1
+    owners, num_rows = (np.cumsum(is_response) - 1)[sets.owners], int(is_response.sum())
     return Candidates(
-        owners=torch.from_numpy(rows[sets.owners]),
+        owners=torch.from_numpy(owners),
         token_ids=torch.from_numpy(sets.token_ids).long(),
-        num_rows=int(is_response.sum()),
+        num_rows=num_rows,
         behavior_logprobs=logprobs,
+        has_all_rows=bool(np.bincount(owners, minlength=num_rows).all()),
     )
 
 

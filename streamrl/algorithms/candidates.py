@@ -41,11 +41,13 @@ class Candidates:
     """R"""
     behavior_logprobs: Tensor | None = None
     """[M] nats, if they were recorded."""
+    has_all_rows: bool = False
+    """Whether the host knows that each row has some."""
 
     @property
     def counts(self) -> Tensor:
         """[R]"""
-        return torch.bincount(self.owners, minlength=self.num_rows)
+        return self.sum(torch.ones_like(self.owners))
 
     def sum(self, values: Tensor) -> Tensor:
         """[M] -> [R] sum over the candidates of each row."""
@@ -72,7 +74,7 @@ class Candidates:
 
     def without(self, targets: Tensor) -> "Candidates":
         """All candidates except the row's own target; targets: [R]."""
-        return self._at(self.token_ids != targets[self.owners])
+        return replace(self._at(self.token_ids != targets[self.owners]), has_all_rows=False)
 
     def to(self, device: torch.device) -> "Candidates":
         logprobs = self.behavior_logprobs
@@ -108,8 +110,8 @@ def masked_logprobs(
     Raises:
         ValueError: a target is not among its candidates.
     """
-    is_masked = mask.counts > 0
-    if is_masked.all():
+    is_masked = None if mask.has_all_rows else mask.counts > 0
+    if is_masked is None or is_masked.all():
         logits = _logits(hidden, weight, bias, mask, transform)
         logprobs, entropy = _over_candidates(logits, targets, mask)
         entropy = entropy if trains_entropy else entropy.detach()
@@ -120,7 +122,7 @@ def masked_logprobs(
     )
     if not is_masked.any():
         return whole
-    own = mask.select(is_masked)
+    own = replace(mask.select(is_masked), has_all_rows=True)
     masked = masked_logprobs(
         hidden[is_masked], weight, targets[is_masked], own, bias, transform, **options
     )
@@ -268,11 +270,10 @@ class _Products(torch.autograd.Function):
             starts = torch.searchsorted(owners, rows)
             grad_hidden = _weighted_sums(weight.to(hidden.dtype), token_ids, starts, gradient)
         if ctx.needs_input_grad[1]:
-            order = token_ids.argsort(stable=True)
-            used, counts = token_ids.unique(return_counts=True)
-            sums = _weighted_sums(hidden, owners[order], counts.cumsum(0) - counts, gradient[order])
-            grad_weight = torch.zeros_like(weight)
-            grad_weight[used] = sums.to(weight.dtype)
+            rising, order = token_ids.sort(stable=True)
+            starts = torch.searchsorted(rising, torch.arange(len(weight), device=rising.device))
+            sums = _weighted_sums(hidden, owners[order], starts, gradient[order])
+            grad_weight = sums.to(weight.dtype)
         return grad_hidden, grad_weight, None, None
 
 

@@ -16,7 +16,7 @@ from learners.policy.network import Network
 from learners.policy.policy import Policy
 from learners.policy.router_replay import RouterRecords
 from learners.policy.sharding import compute_in
-from streamrl.algorithms.candidates import Candidates, candidate_logprobs
+from streamrl.algorithms.candidates import Candidates, candidate_logprobs, masked_logprobs
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput
 from streamrl.algorithms.rollout_is import rollout_is_weights
 from streamrl.algorithms.sequences import Sequences
@@ -66,7 +66,7 @@ def test_a_micro_batch_makes_the_host_wait_nowhere(family: str, algorithm: dict)
     assert accumulated.terms["actor/pg_loss"].is_meta
 
 
-@pytest.mark.parametrize("loss", sorted(set(LOSS_SETTINGS) - {"clip_cov"}))
+@pytest.mark.parametrize("loss", sorted(LOSS_SETTINGS))
 def test_a_loss_makes_the_host_wait_nowhere(loss: str) -> None:
     lengths = [3, 0, 4]
     with PretendedGpu(), NeverWaits():
@@ -109,6 +109,17 @@ def test_the_candidates_of_all_rows_make_the_host_wait_nowhere() -> None:
     assert column.shape == (6,)
     with PretendedGpu(), pytest.raises((RuntimeError, NotImplementedError, WaitsForTheGpu)):
         candidates.rows(1, 3)
+
+
+def test_sampling_masks_of_all_tokens_make_the_host_wait_nowhere() -> None:
+    with PretendedGpu(), NeverWaits():
+        ids = torch.zeros(6, dtype=torch.int64, device=GPU)
+        hidden = torch.zeros(3, 4, device=GPU, requires_grad=True)
+        head = torch.zeros(8, 4, device=GPU, requires_grad=True)
+        mask = Candidates(ids, ids, 3, has_all_rows=True)
+        found = masked_logprobs(hidden, head, ids[:3], mask, with_entropy=True)
+        (found.logprobs + found.entropy + mask.counts).sum().backward()
+    assert head.grad is not None
 
 
 def test_recorded_experts_make_the_host_wait_nowhere() -> None:
