@@ -18,7 +18,6 @@ from torch import Tensor
 
 from streamrl.algorithms.candidates import Candidates
 from streamrl.algorithms.losses.aggregation import LossInput, LossOutput, aggregate, token_mean
-from streamrl.algorithms.sequences import to_device
 from streamrl.config.algorithm import losses as settings
 from streamrl.config.algorithm.losses import SEQUENCE_MEAN_LOSSES, AggregationMode, LossSettings
 from streamrl.user_code import named
@@ -202,12 +201,10 @@ def clip_cov(batch: LossInput, config: settings.ClipCovSettings) -> LossOutput:
     plain, bounded = clip_terms(unclamped_ratio(log_ratio), batch.advantages, config)
     covariance = _covariance(batch).masked_fill(bounded > plain, -torch.inf)
     eligible = (covariance > config.clip_cov_lb) & (covariance < config.clip_cov_ub)
-    num_rows = len(eligible)
-    count = min(max(int(config.clip_cov_ratio * _num_counted(batch)), 1), num_rows)
-    # The first ones of a random order, in which those that are not eligible come last.
-    order = to_device(torch.randperm(num_rows), eligible.device).masked_fill(~eligible, num_rows)
-    first = order.topk(count, largest=False).indices
-    dropped = torch.zeros_like(eligible).index_fill_(0, first, True) & eligible
+    candidates = eligible.nonzero().squeeze(1)
+    count = max(int(config.clip_cov_ratio * _num_counted(batch)), 1)
+    chosen = candidates[torch.randperm(len(candidates))[:count].to(candidates.device)]
+    dropped = torch.zeros_like(eligible).index_fill_(0, chosen, True)
     loss = torch.where(dropped, 0.0, torch.maximum(plain, bounded))
     return finish(batch, config, loss, log_ratio, dropped)
 
