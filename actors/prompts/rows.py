@@ -10,17 +10,14 @@ A row has images and videos in the content parts of its messages, or in columns 
 they come before the text of the first user message.
 """
 
-import ast
 import inspect
 import itertools
 import json
 import math
 import os
 import re
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal
 from functools import cache
@@ -32,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from actors.rendering.messages import normalized, template_errors
 from streamrl.config.data import DataSettings, SourceSettings
-from streamrl.data_files import Row, RowSource, as_json_values, shown
+from streamrl.data_files import Row, RowSource, as_json_values, shown, value_of_text
 from streamrl.errors import ConfigError, RolloutError, did_you_mean
 from streamrl.interfaces import Message, Prompt
 from streamrl.user_code import attributed_to, load_user_code
@@ -396,9 +393,9 @@ _MISSING = object()
 
 def _value(fields: Any, key: str) -> Any:
     """Look up a column. Its name may contain dots, which reach into records, lists (by a number,
-    from 0) and text that `_of_text` reads."""
+    from 0) and text that `value_of_text` reads."""
     if isinstance(fields, str):
-        fields = _of_text(fields)
+        fields = value_of_text(fields)
     if isinstance(fields, list | tuple):
         fields = {str(place): value for place, value in enumerate(fields)}
     if not isinstance(fields, Mapping):
@@ -413,26 +410,12 @@ def _content(value: Any) -> str | tuple[Message, ...]:
     """The prompt's text or messages, which may be JSON or Python text; empty if the value is
     neither."""
     if isinstance(value, str):
-        read = _of_text(value) if value.lstrip().startswith("[") else None
+        read = value_of_text(value) if value.lstrip().startswith("[") else None
         if not (isinstance(read, list) and read and all(map(_is_message, read))):
             return value
         value = read
     messages = value if isinstance(value, list) and all(map(_is_message, value)) else ()
     return tuple(map(normalized, messages))
-
-
-def _of_text(text: str) -> Any:
-    """The value of a text in JSON, or as Python prints it (as in CSV files of pandas); None for
-    other text."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(text)
-    with (
-        warnings.catch_warnings(),
-        suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError),
-    ):
-        warnings.simplefilter("ignore")
-        return ast.literal_eval(text.strip())
-    return None
 
 
 def _written(answer: Any) -> str:

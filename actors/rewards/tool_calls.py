@@ -18,8 +18,7 @@ from typing import Any
 
 from actors.rewards.answers import answer_of
 from actors.rewards.builtin import no_gold
-from actors.rewards.code.encodings import decoded
-from actors.rewards.code.tests import blocks
+from actors.rewards.code.encodings import blocks, decoded
 from actors.rewards.forms import gold_of
 from streamrl.interfaces import Episode, Prompt, Score
 

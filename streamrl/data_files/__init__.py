@@ -1,6 +1,6 @@
 """Rows of files and data sets, each with its place, read on demand.
 
-    rows       Row, the interface of a set of rows, and how values are shown
+    rows       Row, the interface of a set of rows, and how values are read and shown
     text       JSONL (also compressed), JSON, CSV
     arrow      parquet, and folders and names of the `datasets` library
 
@@ -22,6 +22,7 @@ from streamrl.data_files.rows import (
     RowSource as RowSource,
     as_json_values as as_json_values,
     shown as shown,
+    value_of_text as value_of_text,
 )
 from streamrl.data_files.text import COMPRESSED, JsonLines, count_lines, read_csv, read_json
 from streamrl.errors import ConfigError, reading

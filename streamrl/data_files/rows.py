@@ -1,6 +1,9 @@
-"""A row, the interface of a set of rows, and how messages show values."""
+"""A row, the interface of a set of rows, and how values are read, converted and shown."""
 
+import ast
 import itertools
+import json
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -55,6 +58,25 @@ def row(setting: str, place: str, fields: Any) -> Row:
     if not isinstance(fields, dict):
         raise ConfigError(f"{setting}: {place} was {shown(fields)}; it must be a JSON object")
     return Row(fields, place)
+
+
+def value_of_text(text: str) -> Any:
+    """The value of a text in JSON, or as Python prints it (as in CSV files of pandas); None for
+    other text.
+
+    >>> value_of_text('[1, null]'), value_of_text("{'a': (1, 2)}"), value_of_text("f(1)")
+    ([1, None], {'a': (1, 2)}, None)
+    """
+    for read in (json.loads, _literal):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return read(text)
+    return None
+
+
+def _literal(text: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.literal_eval(text.strip())
 
 
 _OF_JSON = frozenset({str, int, float, bool, type(None)})

@@ -26,9 +26,10 @@ from msgspec import Struct
 
 from actors.rewards.answers import answer_of
 from actors.rewards.calls.limits import FinalError
+from actors.rewards.code.encodings import blocks
 from actors.rewards.code.harness import is_installed
 from actors.rewards.code.python_tests import PythonTest, beginning, functions
-from actors.rewards.code.tests import CallTest, ProgramTest, Test, blocks, read_tests
+from actors.rewards.code.tests import CallTest, ProgramTest, Test, read_tests
 from actors.rewards.remote.http import Service, ServiceSettings
 from actors.sandbox.isolation import IsolationChoice, SandboxLimits
 from actors.sandbox.sandbox import Sandbox, choose
@@ -474,11 +475,12 @@ def _header(episode: Episode, solution: str) -> str:
     prompts = (row.get(name) for name in ("prompt", "complete_prompt", "code_prompt"))
     for text in prompts if entry_point else ():
         tree = beginning(text) if isinstance(text, str) else None
-        if tree is not None and f"def {entry_point}" not in solution:
+        if tree is None:
+            continue
+        if f"def {entry_point}" not in solution:
             return str(text)
-        if tree is not None:
-            given = [node for node in tree.body if getattr(node, "name", "") != entry_point]
-            names = {node.name for node in functions(given)}
-            left_out = any(n in solution and f"def {n}" not in solution for n in names)
-            return f"{ast.unparse(ast.Module(given, []))}\n" if left_out else ""
+        given = [node for node in tree.body if getattr(node, "name", "") != entry_point]
+        names = {node.name for node in functions(given)}
+        left_out = any(n in solution and f"def {n}" not in solution for n in names)
+        return f"{ast.unparse(ast.Module(given, []))}\n" if left_out else ""
     return ""

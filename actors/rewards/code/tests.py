@@ -16,14 +16,13 @@ FinalError.
 """
 
 import json
-import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.rewards.calls.limits import FinalError
-from actors.rewards.code.encodings import decoded
+from actors.rewards.code.encodings import blocks, decoded
 from actors.rewards.code.python_tests import PythonTest, defined_functions, python_test
 from actors.rewards.forms import gold_of
 from streamrl.errors import did_you_mean
@@ -36,11 +35,6 @@ COLUMNS = (
 )
 """Columns that are searched for tests unless one is named; `inputs` and `outputs` come next, and
 the answer last."""
-# A mark in the middle of a line, such as in a text in the code, does not end the block.
-_BLOCK = re.compile(
-    r"(?:^([ \t]+))?```[ \t]*+([^\s`]*+)[^\n`]*\n(.*?)(?:^[ \t]*```|```[ \t\r]*$|\Z)",
-    re.DOTALL | re.MULTILINE,
-)
 _ALLOWED = (
     "tests are a record of inputs and outputs, a list of cases or of assertions, or Python with "
     "an assertion, a unittest class, test functions or check(candidate)"
@@ -79,25 +73,6 @@ class _UnreadableError(ValueError):
 
     def __init__(self, place: str, value: Any, reason: object) -> None:
         super().__init__(f"{place} was {_shown.repr(value)}: {reason}")
-
-
-def blocks(text: str) -> list[tuple[str, str]]:
-    """The code blocks of a text: the language that each names, and its code, unindented as far as
-    its mark is indented.
-
-    >>> blocks("1. So:\\n   ```py\\n   print('```')\\n   ```")
-    [('py', "print('```')\\n")]
-    """
-    found: list[tuple[str, str, str]] = _BLOCK.findall(text)
-    return [(language, _as_far_left(code, indent)) for indent, language, code in found]
-
-
-def _as_far_left(code: str, indent: str) -> str:
-    """As it is where a line of it stands further to the left."""
-    lines = code.split("\n")
-    if any(line.strip() and not line.startswith(indent) for line in lines):
-        return code
-    return "\n".join(line.removeprefix(indent) for line in lines)
 
 
 def read_tests(prompt: Prompt, column: str = "") -> list[Test]:
