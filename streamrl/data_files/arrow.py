@@ -8,6 +8,7 @@ cache. Images stay encoded: the library would decode them all, without limits.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +39,28 @@ class ArrowRows:
             yield from self._slice(start, start + _BATCH)
 
     def _slice(self, start: int, stop: int) -> Iterator[Row]:
-        rows = _as_written(self._table[start:stop]).to_pylist()
-        for number, fields in enumerate(rows, start + 1):
+        table = self._table[start:stop]
+        for schema in self._schemas:
+            table = table.cast(schema)
+        for number, fields in enumerate(table.to_pylist(), start + 1):
             place = f"row {number} of {self._name}"
             yield row(self._setting, place, as_json_values(fields))
 
+    @cached_property
+    def _schemas(self) -> tuple[Any, ...]:
+        """What rows are cast to, one after the other, so that floats of 32 bits become the shortest
+        decimals that they stand for, as in files of text: as one of 64 bits, 0.1 would be
+        0.10000000149."""
+        import pyarrow
 
-def _as_written(table: Any) -> Any:
-    """With floats of 32 bits as the shortest decimals that they stand for, as in files of text: one
-    of 64 bits, 0.1 would be 0.10000000149."""
-    import pyarrow
-
-    schema = table.schema
-    if "float" in str(schema.types):
-        for floats in (pyarrow.large_string(), pyarrow.float64()):
-            fields = (field.with_type(_with_floats(field.type, floats)) for field in schema)
-            table = table.cast(pyarrow.schema(fields))
-    return table
+        schema = self._table[:1].schema
+        if "float" not in str(schema.types):
+            return ()
+        steps = (pyarrow.large_string(), pyarrow.float64())
+        return tuple(
+            pyarrow.schema(f.with_type(_with_floats(f.type, floats)) for f in schema)
+            for floats in steps
+        )
 
 
 def _with_floats(kind: Any, floats: Any) -> Any:
