@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
@@ -42,7 +42,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
-from actors.concurrency import end_all
+from actors.concurrency import first_result
 from actors.engines import require_torchvision
 from actors.engines.completions import candidates, completion, recorded, sets_of
 from actors.engines.model import ModelFacts, fitted, require_all_sent
@@ -303,15 +303,16 @@ class VllmEngine(UpdatableEngine):
         Raises:
             TransportError: vLLM has ended.
         """
-        loading = asyncio.create_task(super().load_weights(update))
         try:
-            while not (await asyncio.wait([loading], timeout=_CHECK_S))[0]:
-                await self._require_alive()
-            return loading.result()
+            return await first_result(super().load_weights(update), self._until_dead())
         except EngineDeadError as error:
             raise await asyncio.to_thread(self._processes.death) from error
-        finally:
-            await end_all([loading])
+
+    async def _until_dead(self) -> NoReturn:
+        """Raise what vLLM has ended with. Waits for that."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            await self._require_alive()
 
     async def _receive(self, update: WeightUpdate) -> None:
         await self._loader.receive(update)
