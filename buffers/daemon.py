@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -34,7 +33,6 @@ from streamrl.config import RunConfig
 from streamrl.config.addresses import places_of, require_port, url_host
 from streamrl.config.loading.load import configuration
 from streamrl.errors import (
-    PARENT_VARIABLE,
     ConfigError,
     HandedOverError,
     StorageError,
@@ -88,7 +86,7 @@ async def _serve_from_disk(
         with service.binding("buffer.url", url):
             server = await asyncio.to_thread(_server, config, state, url, open_journal, exported)
         log.info("serving at %s", server.url)
-        return await asyncio.to_thread(server.serve, stop, until_complete=not _is_launched())
+        return await asyncio.to_thread(server.serve, stop, until_complete=not service.is_launched())
 
 
 async def serve_from_redis(
@@ -142,7 +140,7 @@ async def _serve_term(
     try:
         url, open_journal = address_beside(config.buffer.url), partial(_recovered, journal, config)
         server = await asyncio.to_thread(_server, config, state, url, open_journal, exported)
-        serve = partial(server.serve, ended, until_complete=not _is_launched())
+        serve = partial(server.serve, ended, until_complete=not service.is_launched())
         serving = asyncio.create_task(asyncio.to_thread(serve))
         try:
             await _unless(stop, leadership.announce(server.url, server.key))
@@ -228,10 +226,6 @@ def _server(
         if exported.is_on
         else None,
     )
-
-
-def _is_launched() -> bool:
-    return PARENT_VARIABLE in os.environ
 
 
 async def _asked_to_stop(shutdown: Shutdown, others_s: float) -> None:

@@ -92,6 +92,11 @@ def force_s(config: RunConfig) -> float:
     return config.stop_within_s - FORCED_S
 
 
+def is_launched() -> bool:
+    """Whether a launcher has started this process."""
+    return PARENT_VARIABLE in os.environ
+
+
 def launcher_has_ended() -> bool:
     """Whether the launcher that started this process is gone."""
     parent = os.environ.get(PARENT_VARIABLE)
@@ -150,7 +155,7 @@ def keep_freed_memory() -> None:
 
 def keep_settings(config: RunConfig) -> None:
     """Write the learner's settings to the run folder, unless a launch has already done so."""
-    if PARENT_VARIABLE not in os.environ:
+    if not is_launched():
         # `--resume` applies to this start, not to the next.
         kept = config.with_values(run={"resume": "never"})
         write_file(config.run.path / RESOLVED_FILE, to_yaml(kept))
@@ -159,7 +164,7 @@ def keep_settings(config: RunConfig) -> None:
 async def _watch_parent(shutdown: Shutdown) -> None:
     """Drain when the launcher has ended. Polls the parent's process id, since no signal reports its
     end."""
-    while PARENT_VARIABLE in os.environ and not shutdown.requested.is_set():
+    while is_launched() and not shutdown.requested.is_set():
         if launcher_has_ended():
             shutdown.ask("the launcher has ended")
         await asyncio.sleep(1.0)

@@ -6,8 +6,6 @@ Only k2 has the gradient of the KL; a trailing + keeps the value of a kind and t
 k2. Kind `full` is `full_kl`, the exact sum over the vocabulary.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -113,8 +111,16 @@ def full_kl(
 
     rows = max(1, _CHUNK_ELEMENTS // max(len(weight), 1))
     chunks = zip(hidden.split(rows), reference_hidden.detach().split(rows), strict=True)
-    options: dict[str, Any] = {"preserve_rng_state": False, "determinism_check": "none"}
-    parts = [checkpoint(of_rows, *chunk, use_reentrant=False, **options) for chunk in chunks]
+    parts = [
+        checkpoint(
+            of_rows,
+            *chunk,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",
+        )
+        for chunk in chunks
+    ]
     return torch.cat(parts)
 
 

@@ -158,10 +158,10 @@ def verdict(status: RunStatus) -> str:
     is_done = state is RunState.FINISHED and learner is not None and not learner.ended_early
     if status.config is not None and (is_done or state is RunState.STOPPED):
         folder = status.config.run.path
-        remedy = resume_command(folder)
-        if status.reading.stats is not None and not (folder / DATA_FILE).exists():
-            # The daemons were started one by one. (The buffer of a launch is about to end.)
-            remedy = f"streamrl learner --config {folder / RESOLVED_FILE} --resume"
+        # Of daemons started one by one; the buffer of a launch is about to end.
+        is_buffer_left = status.reading.stats is not None and not (folder / DATA_FILE).exists()
+        by_hand = f"streamrl learner --config {folder / RESOLVED_FILE} --resume"
+        remedy = by_hand if is_buffer_left else resume_command(folder)
         more = " --set run.max_steps=N" if is_done else ""
         return f"{outcome(status.reading)}; {remedy}{more} goes on with it"
     return outcome(status.reading) or ("starting" if state is RunState.STARTING else "healthy")
