@@ -35,16 +35,21 @@ class Cluster:
         for number, admin in enumerate(self.admins[:3]):
             slots = range(number * THIRD, min((number + 1) * THIRD, NUM_SLOTS))
             admin.execute_command("CLUSTER", "ADDSLOTS", *slots)
+        # As redis-cli does. Nodes that start with the same epoch settle it between themselves, and
+        # a replica that has not heard of its master's new one is never elected in its place.
+        for epoch, admin in enumerate(self.admins, start=1):
+            admin.execute_command("CLUSTER", "SET-CONFIG-EPOCH", epoch)
         for node in self.nodes[1:]:
             self.admins[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
         self.holder = key_slot(f"{namespace(RUN)}fence".encode()) // THIRD
         master = self.admins[self.holder].execute_command("CLUSTER", "MYID")
-        until(lambda: self._knows(3, master) and all(map(_is_ok, self.admins[:3])))
+        until(lambda: master in self._nodes(3) and all(map(_is_ok, self.admins[:3])))
         self.admins[3].execute_command("CLUSTER", "REPLICATE", master)
         until(lambda: self.admins[3].info("replication").get("master_link_status") == "up")
+        until(lambda: all(f"slave {master}" in self._nodes(number) for number in range(3)))
 
-    def _knows(self, number: int, node_id: str) -> bool:
-        return node_id in self.admins[number].execute_command("CLUSTER", "NODES")
+    def _nodes(self, number: int) -> str:
+        return str(self.admins[number].execute_command("CLUSTER", "NODES"))
 
     def url(self, *numbers: int) -> str:
         hosts = (f"127.0.0.1:{self.nodes[number].port}" for number in numbers)
