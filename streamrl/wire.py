@@ -20,7 +20,7 @@ import xxhash
 from streamrl.errors import CorruptMessageError, MessageTooLargeError, SchemaVersionError
 from streamrl.types.packed import THREE_BYTES, widened
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 MAX_MESSAGE_BYTES = 256 * 2**20
 
 _ARRAY_CODES: dict[np.dtype[Any], int] = {

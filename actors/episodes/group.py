@@ -54,6 +54,7 @@ from streamrl.types import (
     episode_indices,
 )
 from streamrl.types.media import distinct
+from streamrl.types.packed import VersionRuns
 from streamrl.user_code import is_finite_number
 
 
@@ -377,19 +378,17 @@ def assembled(siblings: Sequence[tuple[Rollout, Score]], **fields: Any) -> Traje
     spans = [span for segment in segments for span in segment.spans]
     lengths = [len(span.token_ids) for span in spans]
     policy_versions = np.concatenate([span.policy_versions for span in spans])
-    response_mask = policy_versions >= 0
     loss_mask: BoolArray | None = None
     if not all(span.in_loss for span in spans):
         in_loss = [np.full(len(span.token_ids), span.in_loss) for span in spans]
-        loss_mask = response_mask & np.concatenate(in_loss)
+        loss_mask = (policy_versions >= 0) & np.concatenate(in_loss)
     facts = tuple(_facts(*s, segment) for s in siblings for segment in s[0].segments)
     experts = [segment.routed_experts for segment in segments]
     packed = PackedGroup(
         facts=facts,
         token_ids=np.concatenate([span.token_ids for span in spans]),
-        response_mask=response_mask,
         behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
-        policy_versions=policy_versions,
+        version_runs=VersionRuns.of(policy_versions),
         loss_mask=loss_mask,
         episode_indices=episode_indices(len(rollout.segments) for rollout, _ in siblings),
         media=distinct(medium for rollout, _ in siblings for medium in rollout.media),

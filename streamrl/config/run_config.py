@@ -27,9 +27,7 @@ from streamrl.config.tracking import TrackingSettings
 from streamrl.config.validation import ValidationSettings
 from streamrl.config.weights import WeightSettings
 
-# Its id, mask, log-probability and policy version, as `streamrl.types.PackedGroup` holds them.
-_TOKEN_BYTES = 4 + 1 + 4 + 4
-# Of `streamrl.types.TopLogprobs` and `TokenSets`, the numbers narrowed for the way.
+# Of `streamrl.types.PackedGroup`, `TopLogprobs` and `TokenSets`, the numbers narrowed for the way.
 _COUNT_BYTES, _LOGPROB_BYTES, _TAUGHT_LOGPROB_BYTES = 2, 4, 2
 
 
@@ -180,10 +178,10 @@ class RunConfig(Section):
     def group_bytes(
         self, num_tokens: int, *, num_kept: int = 1, id_bytes: int = 2, expert_bytes: int = 1
     ) -> int:
-        """Bytes of the largest group with so many tokens per trajectory, except a few for names.
-        `num_kept` is the size of a token's sampling mask; `id_bytes` is the size of an id in it or
-        of a candidate, and `expert_bytes` that of a token's experts, if these are kept."""
-        per_token = _TOKEN_BYTES
+        """Bytes of the largest group with so many tokens per trajectory, except a few for names and
+        for each turn. `num_kept` is the size of a token's sampling mask; `id_bytes` is that of an
+        id, and `expert_bytes` that of a token's experts, if these are kept."""
+        per_token = id_bytes + _LOGPROB_BYTES
         if self.generator.keep_sampling_mask:
             per_token += _COUNT_BYTES + id_bytes * num_kept
         if self.num_top_logprobs:

@@ -1,10 +1,12 @@
-"""The encoded form of a group, as a buffer stores it: the siblings' arrays end to end.
+"""The encoded form of a group, as a buffer stores it: the siblings' arrays end to end, in 6 to 8
+bytes a token besides the records of its candidates, experts and teachers.
 
-The numbers in token sets, which are most of the bytes of a group that has some, are narrowed for
-transport, without loss:
+Token ids, and the numbers in token sets, are narrowed for transport, without loss:
 
     int32      uint16 where all are below 65,536, three bytes where all are below 2**24
     float32    float16, where every value is one
+
+Versions cross as runs of tokens that have the same one; the response mask is where there is one.
 
 Invariant: every `PackedGroup` is the form of a well-formed `TrajectoryGroup`; `group` makes the
 latter without checking the tokens again. `widened(narrowed(array))` is the array, bit for bit.
@@ -12,6 +14,7 @@ latter without checking the tokens again. `widened(narrowed(array))` is the arra
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,10 +53,9 @@ def pack(group: TrajectoryGroup) -> tuple[Any, ...]:
         group.prompt_index,
         group.environment,
         [_facts(t) for t in members],
-        np.concatenate([t.token_ids for t in members]),
-        np.concatenate([t.response_mask for t in members]),
+        narrowed(np.concatenate([t.token_ids for t in members])),
         np.concatenate([t.behavior_logprobs for t in members]),
-        np.concatenate([t.policy_versions for t in members]),
+        VersionRuns.of(np.concatenate([t.policy_versions for t in members])),
         _end_to_end([t.loss_mask for t in members], (t.response_mask for t in members)),
         group.episode_indices,
         group.discarded_lengths,
@@ -139,7 +141,36 @@ class GroupFacts(Struct, frozen=True, array_like=True):
     extracted: Text | None = None
 
 
-class PackedGroup(Struct, frozen=True, array_like=True):
+class VersionRuns(Struct, frozen=True, array_like=True):
+    """Policy versions [N] as R runs of equal ones; `lengths` [R] add up to N."""
+
+    versions: Int32Array
+    lengths: Int32Array
+
+    @classmethod
+    def of(cls, policy_versions: Int32Array) -> "VersionRuns":
+        """`policy_versions` [N], N > 0."""
+        last = np.flatnonzero(policy_versions[1:] != policy_versions[:-1])
+        edges = np.zeros(len(last) + 2, np.int32)
+        edges[1:-1] = last + 1
+        edges[-1] = len(policy_versions)
+        return cls(policy_versions[edges[:-1]], edges[1:] - edges[:-1])
+
+    def require_tokens(self, num_tokens: int) -> None:
+        """
+        Raises:
+            ValueError: the runs are not those of so many tokens.
+        """
+        versions, lengths = self.versions, self.lengths
+        if len(versions) != len(lengths) or not lengths.size or np.minimum.reduce(lengths) < 1:
+            raise ValueError(f"version_runs: {len(versions)} versions of {len(lengths)} runs")
+        if (total := int(lengths.sum(dtype=np.int64))) != num_tokens:
+            raise ValueError(f"version_runs: are of {total} tokens; there are {num_tokens}")
+        if np.minimum.reduce(versions) < -1:
+            raise ValueError("policy_versions: must be >= 0 where response_mask is on, else -1")
+
+
+class PackedGroup(Struct, frozen=True, array_like=True, dict=True):
     """A `TrajectoryGroup` with the arrays [sum of T] of its siblings end to end.
 
     A buffer checks each group: in this form with one pass over each array, however many siblings
@@ -151,9 +182,8 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     environment: Text
     facts: tuple[GroupFacts, ...]
     token_ids: Int32Array
-    response_mask: BoolArray
     behavior_logprobs: Float32Array
-    policy_versions: Int32Array
+    version_runs: VersionRuns
     loss_mask: BoolArray | None = None
     episode_indices: tuple[Count, ...] = ()
     discarded_lengths: tuple[Count, ...] = ()
@@ -167,8 +197,19 @@ class PackedGroup(Struct, frozen=True, array_like=True):
     teacher_prompt: Int32Array | None = None
     teacher_top_logprobs: TopLogprobs | None = None
 
+    @cached_property
+    def policy_versions(self) -> Int32Array:
+        """[N]"""
+        return np.repeat(self.version_runs.versions, self.version_runs.lengths)
+
+    @cached_property
+    def response_mask(self) -> BoolArray:
+        """[N]"""
+        return np.repeat(self.version_runs.versions >= 0, self.version_runs.lengths)
+
     def __post_init__(self) -> None:
         check_group(self, self.facts)
+        self.version_runs.require_tokens(len(self.token_ids))
         check_tokens(self)
         for facts in self.facts:
             if facts.num_tokens < 1:
@@ -177,7 +218,7 @@ class PackedGroup(Struct, frozen=True, array_like=True):
         lengths = sum(facts.num_tokens for facts in self.facts)
         if lengths != len(self.token_ids):
             raise ValueError(f"token_ids: holds {len(self.token_ids)}; its siblings have {lengths}")
-        if oldest_version(self.policy_versions) is None:
+        if oldest_version(self.version_runs.versions) is None:
             raise ValueError("trajectories: none holds a sampled token")
 
     def group(self) -> TrajectoryGroup:
@@ -199,7 +240,8 @@ class PackedGroup(Struct, frozen=True, array_like=True):
         )
 
     def header(self, num_bytes: int) -> GroupHeader:
-        oldest, newest = oldest_version(self.policy_versions), newest_version(self.policy_versions)
+        versions = self.version_runs.versions
+        oldest, newest = oldest_version(versions), newest_version(versions)
         assert oldest is not None, "checked when it was made"
         assert newest is not None, "checked when it was made"
         return GroupHeader(

@@ -249,11 +249,11 @@ async def test_a_checkpoint_frees_a_file_system_that_groups_have_filled(disk: Pa
     for index in range(3):
         await lease_one(generator, f"s/{index}", "g", 0.0)
     for index in range(2):
-        group = make_group(index, lease_id=f"s/{index}", num_response=10_000)
+        group = make_group(index, lease_id=f"s/{index}", num_response=22_000)
         await generator.put(f"s/{index}", group)
     await learner.take(2, 0, 1.0)
     await learner.advance(1)
-    group = make_group(2, lease_id="s/2", num_response=20_000)
+    group = make_group(2, lease_id="s/2", num_response=43_000)
     putting = asyncio.create_task(generator.put("s/2", group))
     async with asyncio.timeout(DEADLINE_S):
         while "No space left" not in (await learner.stats()).refusal:

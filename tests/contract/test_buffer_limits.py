@@ -122,13 +122,13 @@ async def test_a_group_of_64_mb_passes_unchanged(backend: str, tmp_path: Path):
     async with clients(backend, tmp_path, max_staleness=1) as make:
         generator, learner = make(), make()
         await learner.attach(0, None)
-        # 13 bytes a token; 64 MiB is the default of buffer.max_group_bytes.
-        large = make_group(0, lease_id="a", num_response=2_460_000)
+        # 6 bytes a token; 64 MiB is the default of buffer.max_group_bytes.
+        large = make_group(0, lease_id="a", num_response=5_330_000)
         assert await lease_one(generator, "a", "g", 0.0) is not None
         await generator.put("a", large)
         await fill(generator, GROUPS_PER_STEP - 1)
         headers = (await learner.take(GROUPS_PER_STEP, 0, 10.0)).headers
-        assert headers[0].lengths == (2_460_003, 2_460_003)
+        assert headers[0].lengths == (5_330_003, 5_330_003)
         (back,) = await learner.fetch([0])
         for ours, theirs in zip(large.trajectories, back.trajectories, strict=True):
             assert np.array_equal(ours.token_ids, theirs.token_ids)

@@ -29,18 +29,18 @@ async def test_a_full_server_holds_puts_back_until_a_checkpoint_frees_groups(
     with redis_server(tmp_path, "maxmemory 8mb", "appendonly no") as server:
         buffer = redis_client(server.url, deadline_s=6.0)
         await buffer.attach(0, None)
-        await fill(buffer, "a", "b", num_response=80_000)
+        await fill(buffer, "a", "b", num_response=174_000)
         assert len((await buffer.take(2, 0, 0.0)).headers) == 2
         await buffer.advance(1)
         with pytest.raises(BufferFullError, match=r"maxmemory is 8\.389 MB.*raise it"):
-            await fill(buffer, "c", "d", "e", "f", num_response=80_000)
+            await fill(buffer, "c", "d", "e", "f", num_response=174_000)
         stats = await buffer.stats()
         assert (stats.books.leased, stats.books.trained) == (1, 2)
         patient = redis_client(server.url)
         lease_id = "cdef"[stats.books.buffered]
         lease = await lease_one(patient, lease_id, "g", 0.0)
         assert lease is not None
-        group = make_group(lease.prompt_index, lease_id=lease_id, num_response=80_000)
+        group = make_group(lease.prompt_index, lease_id=lease_id, num_response=174_000)
         waiting = asyncio.create_task(patient.put(lease_id, group))
         await asyncio.sleep(0.2)
         assert not waiting.done()
@@ -75,7 +75,7 @@ async def test_a_group_is_put_though_its_siblings_have_filled_the_server(
         async with asyncio.timeout(30.0):
             with pytest.raises(BufferFullError):
                 await buffer.put_sibling(siblings[2], bytes(size))
-        await buffer.put("a", make_group(0, lease_id="a", num_response=25_000))
+        await buffer.put("a", make_group(0, lease_id="a", num_response=54_000))
         await buffer.stats()
         assert list(named_payloads(settings, "siblings")) == [(0, GROUP)]
         settings.close()
@@ -173,11 +173,11 @@ async def test_large_groups_pass_and_leave_nothing_behind(
 ):
     buffer = redis_client(redis.url, "large")
     await buffer.attach(0, None)
-    await fill(buffer, "a", "b", num_response=600_000)
+    await fill(buffer, "a", "b", num_response=1_300_000)
     headers = (await buffer.take(2, 0, 1.0)).headers
     assert sum(header.num_bytes for header in headers) > 30e6
     groups = await buffer.fetch([header.prompt_index for header in headers])
-    assert groups[1].num_tokens == 2 * 600_003
+    assert groups[1].num_tokens == 2 * 1_300_003
     await buffer.advance(1)
     await buffer.acknowledge(1)
     assert (await buffer.stats()).num_bytes == 0

@@ -226,7 +226,7 @@ def test_a_group_keeps_the_candidates_and_its_bytes_are_counted():
             np.testing.assert_array_equal(*columns)
     far = {"url": "http://127.0.0.1:1"}
     counted = [configure(teachers=[far], top_k=top_k).group_bytes(1) for top_k in (0, 4, 32)]
-    assert [number * 17 // counted[0] for number in counted] == [17, 17 + 2 + 16, 17 + 2 + 128]
+    assert [number * 10 // counted[0] for number in counted] == [10, 10 + 2 + 16, 10 + 2 + 128]
 
 
 @pytest.mark.parametrize(("largest_id", "id_bytes"), [(2**16 - 1, 2), (150_000, 3)])

@@ -99,7 +99,7 @@ def test_headers_do_not_grow_with_the_payload():
         ({"behavior_logprobs": np.zeros(3, np.float32)}, "differ in length"),
         ({"behavior_logprobs": np.full(7, np.nan, np.float32)}, "NaN"),
         ({"behavior_logprobs": np.full(7, -1.0, np.float32)}, "must be 0 where"),
-        ({"policy_versions": np.full(7, 2, np.int32)}, "must be >= 0 where"),
+        ({"policy_versions": np.full(7, -2, np.int32)}, "policy_versions: must be >= 0"),
         ({"token_ids": np.full(7, -1, np.int32)}, "negative id"),
         ({"reward": float("nan")}, "reward: is nan"),
         ({"loss_mask": np.ones(7, np.bool_)}, "loss_mask: must be off"),
@@ -109,6 +109,23 @@ def test_a_packed_group_is_checked_as_its_members_are(changes, sentence):
     message = wire.encode(pack(damaged(make_group(0), **changes)))
     with pytest.raises(CorruptMessageError, match=sentence):
         wire.decode(message, PackedGroup)
+
+
+@pytest.mark.parametrize(
+    ("versions", "lengths"),
+    [
+        ([], []),
+        ([-1, 0], [3]),
+        ([-1, 0], [15, -1]),
+        ([-1, 0, -1], [14, 0, 0]),
+        ([-1, 0, 0], [2**31 - 1, 2**31 - 1, 2**31 - 1]),
+    ],
+)
+def test_runs_of_versions_that_are_not_those_of_the_tokens_are_refused(versions, lengths):
+    group = list(pack(make_group(0)))
+    group[6] = (np.array(versions, np.int32), np.array(lengths, np.int32))
+    with pytest.raises(CorruptMessageError, match="version_runs"):
+        wire.decode(wire.encode(group), PackedGroup)
 
 
 @pytest.mark.parametrize("lengths", [(3, 4), (8, 7), (14, 0), (-1, 15), ()])
@@ -184,7 +201,7 @@ def envelope(body: bytes, version: int = wire.SCHEMA_VERSION) -> bytes:
 
 
 def test_another_schema_version_is_named():
-    with pytest.raises(SchemaVersionError, match="version 999; this process reads 12"):
+    with pytest.raises(SchemaVersionError, match="version 999; this process reads 13"):
         wire.decode(envelope(b"\xc0", version=999), TrajectoryGroup)
 
 
@@ -261,7 +278,7 @@ def test_a_claimed_size_allocates_nothing(body):
         ({"behavior_logprobs": np.zeros(3, np.float32)}, "differ in length"),
         ({"behavior_logprobs": np.full(7, np.nan, np.float32)}, "NaN"),
         ({"behavior_logprobs": np.full(7, -1.0, np.float32)}, "must be 0 where"),
-        ({"policy_versions": np.full(7, 2, np.int32)}, "must be >= 0 where"),
+        ({"policy_versions": np.full(7, -2, np.int32)}, "policy_versions: must be >= 0"),
         ({"token_ids": np.arange(7, dtype=np.float32)}, "dtype float32"),
         ({"token_ids": np.full(7, -1, np.int32)}, "negative id"),
         ({"token_ids": np.zeros((7, 1), np.int32)}, r"shape \(7, 1\); .* one-dimensional"),

@@ -422,7 +422,7 @@ WARNED = [
         r"data\.reward: exact_match cannot score 2 of the first 4 rows of .*empty\.jsonl.*was ' ';",
     ),
     (["data.source=rows.jsonl"], r"learner\.groups_per_step: 32 is more than the 10 prompts"),
-    (["buffer.max_group_bytes=2000"], r"buffer\.max_group_bytes: .*more than about 19 tokens each"),
+    (["buffer.max_group_bytes=1000"], r"buffer\.max_group_bytes: .*more than about 17 tokens each"),
     (["buffer.lease_ttl_s=2"], r"buffer\.lease_ttl_s: 2 s"),
     (
         [

@@ -40,7 +40,7 @@ def test_an_entry_takes_what_it_leaves_out_from_the_run(load):
     assert (b.group_size, b.data.source, b.data.reward) == (2, "sort", "regex")
     assert (b.data.max_prompt_length, b.data.reward_kwargs) == (9, {"pattern": "x"})
     assert (config.max_group_size, config.mean_group_size) == (4, 3.0)
-    assert config.group_bytes(10) == 4 * 10 * 13
+    assert config.group_bytes(10) == 4 * 10 * 6
 
 
 def test_what_was_read_is_written_and_read_again(load, tmp_path):
