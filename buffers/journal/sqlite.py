@@ -31,7 +31,7 @@ from buffers.ledger.entries import Event, LedgerSnapshot
 from buffers.ledger.state import PayloadKey
 from streamrl.errors import ConfigError, OtherReleaseError, StorageError
 
-FORMAT = 9
+FORMAT = 10
 MAX_LOG_BYTES = 4 * 2**20
 # Another reader, a full disk or a failing one; the same statement may succeed later.
 _TEMPORARY = {

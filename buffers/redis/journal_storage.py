@@ -46,7 +46,7 @@ from streamrl.errors import (
 )
 
 # The format of a run's keys and values, raised with every change. Up to 6, the ledger was in Lua.
-FORMAT = 9
+FORMAT = 10
 PAGE = 1000
 # The daemon's thread waits this long for Redis; then it refuses its clients, who ask again.
 ANSWER_S, RETRY_S = 1.5, 1.0

@@ -613,7 +613,7 @@ def test_a_journal_of_another_release_is_refused_and_left_as_it_is(tmp_path):
         db.commit()
     before = path.read_bytes()
     sentence = (
-        f"the journal {path} has format 1, and this release knows format 9: another release of "
+        f"the journal {path} has format 1, and this release knows format 10: another release of "
         "StreamRL wrote it; start the run anew with --new, or go on with that release"
     )
     with pytest.raises(OtherReleaseError) as refusal:
