@@ -9,7 +9,7 @@ computation. What the file leaves out is set if that system's default differs fr
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from streamrl.config.loading.foreign_names.values import (
     arithmetic,
     default_of,
     has_other_default,
-    texts_with_a_rule,
     translate,
 )
 from streamrl.config.loading.load import with_setting
@@ -50,7 +49,6 @@ _NO_ROWS = "no held-out rows are named"
 _BY_SOURCE = "verl's own, by data_source"
 _SOURCES = ("data.source", "data.eval_source")
 _TO_BE_GIVEN = "???"
-_VARIABLE = re.compile(r"\$\w+")
 _FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 _SECRET = re.compile(r"(api_key|token|password|secret)$", re.IGNORECASE)
 
@@ -166,8 +164,7 @@ def imported(path: Path, system: str) -> Imported:
     head = [f"# From {path.name} of {system}; behind each setting, the name that it has there."]
     head += [f"# defaults: no file {name!r}; {system}'s own defaults stand" for name in missing]
     to_do = [f"data.reward: {line}" for line in _about_rewards(kept, of)]
-    mended = (*_misspelt(found), *_variables(kept), *problem.splitlines())
-    to_do += [f"To be mended: {line}" for line in mended]
+    to_do += [f"To be mended: {line}" for line in problem.splitlines()]
     head += [f"# {line}" for line in to_do]
     origins = {name: computed.get(name, of[name].origin) for name in kept}
     tail = [key.comment(reason) for key, reason in told]
@@ -244,14 +241,6 @@ def _about_rewards(kept: Mapping[str, Any], of: Mapping[str, Key]) -> list[str]:
     ]
 
 
-def _variables(kept: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a remark for settings that contain a variable of the script, such as
-    $HOME/train.parquet."""
-    for setting, value in kept.items():
-        if found := _VARIABLE.search(str(value)):
-            yield f"{setting}: {found[0]} is a variable of the file: write what it stands for"
-
-
 def _translated(key: Key, lookup: Lookup) -> dict[str, Any] | None:
     if key.name is None or "${" in str(key.value) or key.value == _TO_BE_GIVEN:
         return None
@@ -302,21 +291,6 @@ def _reason(key: Key) -> str:
 def _meant(key: Key) -> str:
     name = nearest(key.key, (name for name in foreign_names(key.system) if "*" not in name))
     return f" (did you mean {name}?)" if name else ""
-
-
-_ALIKE = 0.8
-"""The least similarity of a misspelt value; less similar ones count as values without a
-counterpart."""
-
-
-def _misspelt(found: list[Found]) -> Iterator[str]:
-    """Yield a remark for unknown values that are nearly a known one."""
-    for key, own in found:
-        if own is not None or key.name is None or not isinstance(key.value, str):
-            continue
-        known = texts_with_a_rule(key.name)
-        if key.value not in known and (near := nearest(key.value, known, _ALIKE)):
-            yield f"{key.key}: was {key.value!r}, which is left out; did you mean {near!r}?"
 
 
 def _in_our_form(setting: str, value: Any) -> Any:
