@@ -9,9 +9,8 @@ which are chosen at the start. It is text for a person, or JSON for a program.
 import argparse
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -45,29 +44,14 @@ def tables(plan: Plan) -> Iterator[str]:
 
 def as_json(plan: Plan) -> str:
     """Processes with everything that a launcher needs to start them; addresses and hosts."""
-    devices, hosts = ("index", "memory_bytes"), ("name", "address", "devices", "num_cores")
     content = {
         "config_file": str(plan.config_file),
         "buffer_url": plan.config.buffer.url,
         "weights_address": plan.config.weights.address,
-        "hosts": [
-            {**_fields(host, hosts), "devices": [_fields(d, devices) for d in host.devices]}
-            for host in plan.hosts
-        ],
-        "processes": [_fields(process, _OF_PROCESS) for process in plan.processes],
+        "hosts": plan.hosts,
+        "processes": plan.processes,
     }
-    return json.dumps(content, indent=2)
-
-
-_OF_PROCESS = (
-    *("name", "role", "host", "devices", "num_ranks", "environment"),
-    *("command", "restart_command", "is_optional"),
-)
-
-
-def _fields(record: object, names: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins({name: getattr(record, name) for name in names})
-    return found
+    return json.dumps(msgspec.to_builtins(content), indent=2)
 
 
 def _described(host: Host) -> str:

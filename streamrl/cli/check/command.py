@@ -64,8 +64,6 @@ _OF_RUN: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     network.check_addresses,
     network.check_servers,
     settings.check_sizes,
-    settings.check_deadlines,
-    settings.check_host_memory,
 )
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}
 

@@ -1,5 +1,5 @@
-"""Checks for deadlines shorter than what they wait for, sizes that do not fit together and
-unwritable folders, and whether processes get the devices that they need and fit into memory.
+"""Checks for sizes that do not fit together and unwritable folders, and whether processes get the
+devices that they need and fit into memory.
 
 Invariant: only what cannot work is refused. The plan and its memory model are those of
 `streamrl.placement`, which refuse a launch in the same words.
@@ -15,7 +15,6 @@ from streamrl.checkpoints.find import is_checkpoint, is_taken
 from streamrl.cli.check.machine import read_machine, why_not_made
 from streamrl.cli.processes.mirror import Mirror
 from streamrl.config import RunConfig
-from streamrl.config.addresses import is_loopback
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.errors import ConfigError
 from streamrl.findings import CONFIGURATION, MEMORY, Finding
@@ -89,32 +88,6 @@ def check_engine_device(config: RunConfig) -> Iterator[Finding]:
             f"{generator.engine} takes {size} by its own settings: leave it out, or name their "
             "kind, cuda"
         )
-
-
-ANSWER_S = 0.05
-"""The least time that a busy daemon takes to answer."""
-
-
-def check_deadlines(config: RunConfig) -> Iterator[Finding]:
-    generator = config.generator
-    engine = generator.engine
-    weights_s, group_s = config.weights.deadline_s, generator.group_deadline_s
-    turn_s, episode = generator.episode.turn_deadline_s, "the first token of an episode takes"
-    start_s = generator.served.start_timeout_s if generator.starts_server else None
-    rank_s = config.learner.rank_deadline_s if config.learner.num_ranks > 1 else None
-    for name, given, needed, what in (
-        # Each of two hops may take half of the deadline.
-        ("weights.deadline_s", weights_s, 4 * ANSWER_S, "the answers of two generators take"),
-        ("buffer.deadline_s", config.buffer.deadline_s, ANSWER_S, "an answer of the buffer takes"),
-        ("generator.group_deadline_s", group_s, ANSWER_S, episode),
-        ("generator.episode.turn_deadline_s", turn_s, ANSWER_S, "the first token of a turn takes"),
-        (f"generator.{engine}.start_timeout_s", start_s, 5.0, "a server's start takes"),
-        ("learner.rank_deadline_s", rank_s, 2.0, "two reports of a rank take"),
-    ):
-        if given is not None and given < needed:
-            yield CONFIGURATION.problem(
-                f"{name}: was {given:g} s, and {what} longer; it must be at least {needed:g}"
-            )
 
 
 def check_folder(config: RunConfig) -> Iterator[Finding]:
@@ -252,31 +225,3 @@ def _check_bfloat16(config: RunConfig, plan: Plan) -> Iterator[Finding]:
                 f"{role}.dtype: was bfloat16, and this CPU has no instructions for it: float32 is "
                 "several times faster here"
             )
-
-
-def check_host_memory(config: RunConfig) -> Iterator[Finding]:
-    """Check the memory for the buffer's groups and batches, if the buffer is on this machine."""
-    memory, buffer = read_machine().usable_memory, config.buffer
-    if not (memory and buffer.binds_url and is_loopback(buffer.url)):
-        return
-    num_groups = config.learner.groups_per_step
-    has = f"this machine has {memory / 2**30:.3g} GiB of memory"
-    if buffer.max_group_bytes > memory:
-        yield MEMORY.problem(
-            f"buffer.max_group_bytes: was {buffer.max_group_bytes}, and {has}, which no group may "
-            f"exceed; it must be at most {memory}"
-        )
-    smallest = config.group_bytes(1 + max(1, config.generator.min_new_tokens))
-    if num_groups * smallest > memory:
-        yield MEMORY.problem(
-            f"learner.groups_per_step: was {num_groups}, and no batch can be filled: the smallest "
-            f"group has {smallest} bytes, and {has}, where at most {memory // smallest} are "
-            "admitted"
-        )
-    kv_bytes = config.generator.vllm.kv_cache_memory_bytes
-    is_on_cpu = config.generator.engine == "vllm" and not torch_has_cuda()
-    if is_on_cpu and kv_bytes is not None and kv_bytes > memory:
-        yield MEMORY.problem(
-            f"generator.vllm.kv_cache_memory_bytes: was {kv_bytes}, and {has}; it must be at most "
-            f"{memory}"
-        )
