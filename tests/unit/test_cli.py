@@ -23,10 +23,9 @@ from streamrl.checkpoints.find import require_steps_to_launch
 from streamrl.cli.arguments.commands import COMMANDS, GONE, GROUPS
 from streamrl.cli.buffer.audit import check_folder
 from streamrl.cli.display.numbers import sparkline, summary_rows, wait_shares
-from streamrl.cli.display.view import headline, notes, render
+from streamrl.cli.display.view import headline, render
 from streamrl.cli.main import main
 from streamrl.cli.processes.run_commands import sole_launch
-from streamrl.cli.report import write_page
 from streamrl.config import RunConfig, load_config
 from streamrl.config.addresses import family_of, host_of, port_of
 from streamrl.config.environments import SourceRows
@@ -40,14 +39,12 @@ from streamrl.errors import (
     TransportError,
 )
 from streamrl.run_folder import Rows, are_rows_checked, prepare
-from streamrl.tracking.jsonl import JsonlTracker
 from streamrl.types import Books, LearnerActivity, LearnerStatus
 from tests.checkpoints import write_checkpoint
 from tests.ports import free_port
 from tests.research import chaos, soak
 from tests.research.script import run_script
 from tests.settings import set_options
-from tests.training import make_config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -643,30 +640,6 @@ def test_the_view_names_what_the_run_waits_for_and_its_part_of_the_step_time(tmp
     assert wait_shares(LINES) == "waits 20 %"
 
 
-def test_the_view_reads_the_wait_of_a_learner_that_reports(tmp_path, monkeypatch):
-    now_s = time.time()
-    monkeypatch.setattr("time.time", lambda: now_s)
-
-    def write(**fields: object) -> None:
-        status = LearnerStatus(
-            policy_version=30,
-            learner_term=1,
-            activity=LearnerActivity.WAITING,
-            activity_s=2.0,
-            waits_for="step 31 waits for prompt 812",
-            **fields,
-        )
-        content = msgspec.to_builtins(status, str_keys=True)
-        (tmp_path / "learner.json").write_text(json.dumps(content))
-
-    assert notes(tmp_path) == []
-    write(time_s=now_s)
-    assert notes(tmp_path) == ["step 31 waits for prompt 812"]
-    write(time_s=now_s - 60.0)
-    (silence,) = notes(tmp_path)
-    assert silence == "the learner has not reported for 60 s; its last report: waits for groups"
-
-
 def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):
     name = "response length, last steps"
     config = load_config(QUICKSTART, [f"run.folder={tmp_path}"]).config
@@ -676,18 +649,6 @@ def test_the_summary_names_the_lengths_and_what_was_dropped(tmp_path):
     resumed = {**LINES[-1], "fairness/sampled_length_mean": 0.0}
     assert name not in dict(summary_rows(config, [resumed]))
     assert name not in dict(summary_rows(config, [{"step": 1, "reward/mean": 0.5}]))
-
-
-def test_the_report_is_drawn_from_the_metrics(tmp_path):
-    config = make_config(run={"folder": tmp_path, "name": "run"})
-    folder = config.run.path
-    tracker = JsonlTracker(folder / "metrics.jsonl", first_step=1)
-    for line in LINES:
-        tracker.log(line, int(line["step"]))
-    tracker.close()
-    text = write_page(config).read_text()
-    assert '"state":"30 of' in text
-    assert '"title":"Staleness in versions"' in text
 
 
 def test_a_sparkline_shows_the_shape():

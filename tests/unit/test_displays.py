@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from streamrl.cli import report as report_command
-from streamrl.cli.display.numbers import duration, held_out_rows, rate, steps_s, summary
+from streamrl.cli.display.numbers import held_out_rows, rate, steps_s, summary
 from streamrl.cli.display.view import headline, means, notes, render
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config, to_yaml
@@ -172,12 +172,6 @@ def test_what_an_earlier_launch_reported_is_no_note_of_this_one(tmp_path):
     ]
     os.utime(config.run.path / "config.yaml")
     assert notes(config.run.path) == []
-
-
-def test_durations():
-    assert [duration(s) for s in (-3, 0.04, 9.96, 10, 65, 7230)] == [
-        *("0.0 s", "0.0 s", "10.0 s", "0:10", "1:05", "2:00:30"),
-    ]
 
 
 def failing(*generators: GeneratorStatus, failed: int, trained: int) -> BufferStats:

@@ -362,15 +362,6 @@ def test_wandb_offline_writes_a_run_that_a_resume_goes_on_with(tmp_path, monkeyp
     assert any(b"reward/mean" in file.read_bytes() for file in files)
 
 
-def test_keys_of_servers_are_shown_to_nobody(tmp_path):
-    config = make_config(tmp_path)
-    secret = {"environment": {"TOKEN": "abc"}, "headers": {"Authorization": "abc"}}
-    servers = [{"command": ["serve"], "tools": ["find"], **secret}]
-    shown = config.with_values(generator={"mcp_servers": servers}).shown()
-    assert "abc" not in json.dumps(shown)
-    assert shown["generator"]["mcp_servers"][0]["tools"] == ["find"]
-
-
 def test_what_wandb_refuses_is_a_sentence_that_names_the_setting(tmp_path, monkeypatch):
     def refuse(**_: object) -> None:
         raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")

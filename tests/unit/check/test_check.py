@@ -63,7 +63,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tests))
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("def score(:\n")
-    (tmp_path / "latin.jinja").write_bytes("é".encode("latin-1"))
     return tmp_path
 
 
@@ -229,7 +228,6 @@ TRAPS = [
     (["data.source=own.py:Prompts"], r"data\.source: own\.py has no function 'Prompts'"),
     (["data.source=reasoning_gym:chain_smu"], r"data\.source: .*did you mean 'chain_sum'"),
     (["data.chat_template=no.jinja"], r"data\.chat_template: cannot read no\.jinja: No such file"),
-    (["data.chat_template=latin.jinja"], r"data\.chat_template: latin\.jinja is not UTF-8"),
     (["data.reward=nowhere.py:score"], r"data\.reward: there is no file nowhere\.py"),
     (["data.reward=own.py:scroe"], r"data\.reward: own\.py has no function 'scroe'; did.*'score'"),
     (["data.reward=broken.py:score"], r"data\.reward: broken\.py: SyntaxError"),
@@ -244,18 +242,12 @@ TRAPS = [
     (["generator.environment=own.py:Needs"], r"generator\.environment_kwargs: own.py:Needs needs"),
     (["generator.engine=vlm"], r"generator\.engine: was 'vlm'; did you mean 'vllm'"),
     (["algorithm.loss=own.py:loss"], r"algorithm\.loss: own\.py has no function 'loss'"),
-    (["data.reward=brokn.py:score"], r"no file brokn\.py; did you mean 'broken\.py'\?"),
-    (["data.source=rwos.jsonl"], r"rwos\.jsonl: No such file .*; did you mean 'rows\.jsonl'\?"),
     (["algorithm.advantage=no.py:f"], r"algorithm\.advantage: there is no file no\.py"),
-    (["algorithm.loss=broken.py:f"], r"algorithm\.loss: broken\.py: SyntaxError"),
     (["run.folder=run.yaml"], r"run\.folder: .* cannot be made: .*run\.yaml is a file"),
     (["run.folder=/proc/nowhere"], r"run\.folder: .*/proc cannot be written"),
     (["run.resume=model"], r"run\.resume: model is no checkpoint"),
-    (["buffer.url=memory://"], r"buffer\.url: was 'memory://'; it must start with zmq://"),
     ([f"buffer.url=zmq://127.0.0.1:{'9' * 5000}"], r"buffer\.url: .*a number from 0 to 65535"),
-    (["buffer.url=zmq://127.0.0.1:99999"], r"buffer\.url: .*99999.*a number from 0 to 65535"),
     (["weights.address=tcp://127.0.0.1:70000"], r"weights\.address: .*a number from 0 to 65535"),
-    (["weights.address=tcp://127.0.0.1"], r"weights\.address: .*tcp://host:port"),
     (["buffer.url=zmq://0.0.0.0:29610"], r"buffer\.url: .*needs keys.*buffer\.curve"),
     (["weights.address=tcp://10.0.0.1:29611"], r"weights\.address: .*needs keys.*buffer\.curve"),
     (["buffer.curve=nowhere"], r"buffer\.curve: there is no folder nowhere"),
@@ -298,7 +290,6 @@ TRAPS = [
         ["learner.num_ranks=2", "learner.groups_per_step=1"],
         r"groups_per_step 1 is less than the 2 r",
     ),
-    (["learner.device=cdua"], r"learner\.device: was 'cdua'; it must be auto, cpu, cuda"),
     (["weights.backend=nccl"], r"weights\.backend: nccl needs GPUs, and there are 0 GPUs here"),
     (
         ["learner.offload.optimizer=true", "learner.device=cpu"],
@@ -331,12 +322,10 @@ TRAPS = [
         ['learner.optimizer.groups=[{parameters: "*", lr: 2.0}]'],
         r"learner\.optimizer\.groups\.0\.lr: was 2; it must be at most 1: AdamW",
     ),
-    (["learner.optimizer.betas=[0.9, 1.0]"], r"learner\.optimizer\.betas\.1: was 1.* less than 1"),
     (
         ["learner.optimizer.lr=0.1", "learner.optimizer.weight_decay=20"],
         r"learner\.optimizer\.weight_decay: was 20 with learning rate 0.1; their product",
     ),
-    (["model.path=nothing/there/model"], r"model\.path: there is no folder nothing/there/model"),
     (
         ["model.path=rows.jsonl/model", "model.recipe.hidden_size=64"],
         r"model\.path: rows.jsonl/model cannot be made from model.recipe: .*rows.jsonl is a file",

@@ -75,9 +75,8 @@ def test_the_engine_for_cpus_is_warned_of_on_a_gpu(config, monkeypatch, num_gpus
     assert [f.severity for f in said] == [Severity.WARNING] * (num_gpus > 0 and engine == "hf")
 
 
-@pytest.mark.parametrize("is_json", [False, True])
-def test_a_plan_has_what_a_launch_starts_and_says_nothing_of_memory(config, capsys, is_json):
-    print_plan(make_plan(config, one_host(4, 80)), is_json=is_json)
+def test_a_plan_has_what_a_launch_starts_and_says_nothing_of_memory(config, capsys):
+    print_plan(make_plan(config, one_host(4, 80)))
     printed = capsys.readouterr().out
     assert "streamrl" in printed
     assert "learner" in printed

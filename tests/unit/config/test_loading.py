@@ -92,12 +92,8 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
         ("rum.seed=1", "rum: unknown key; did you mean 'run'?"),
         ("learner.optimizer.learning=1", "learner.optimizer.learning: unknown key; allowed: betas"),
         ("run.max_steps=soon", "run.max_steps: was 'soon'; input should be a valid integer"),
-        ("run.max_steps=0", "run.max_steps: was 0; input should be greater than 0"),
         ("run.max_steps=1.5", "got a number with a fractional part (--set run.max_steps)"),
-        ("Run.seed=1", "Run: unknown key; did you mean 'run'?"),
         ("learner.optimizer.LR=1", "learner.optimizer.LR: unknown key; did you mean 'lr'?"),
-        ("data.rewards[0].weight=1", "data.rewards[0]: unknown key; did you mean 'rewards'?"),
-        ("algorithm.advantage_config.Clip=1", "algorithm.advantage_config.Clip: unknown key for"),
         (
             "environments=[{name: a, environment: single_turn, data: {Shuffle: true}}]",
             "environments.0.data.Shuffle: unknown key; did you mean 'shuffle'?",
@@ -119,10 +115,6 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
             "run.resume=null",
             "run.resume: was None; input should be 'never' or 'auto', or a path (--set",
         ),
-        (
-            "algorithm.rollout_is.threshold=a_b",
-            "algorithm.rollout_is.threshold: was 'a_b'; it must be a number or",
-        ),
         ("data.source=!path x", "--set data.source: '!path x' is not YAML: line 1: could not det"),
         (f"run.max_steps={2**31}", f"run.max_steps: was {2**31}; it must be at most {2**31 - 1}"),
         (
@@ -133,34 +125,19 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
             f"buffer.max_staleness={{min: 0, max: {2**31}}}",
             f"buffer.max_staleness.max: was {2**31}; it must be at most {2**31 - 1}",
         ),
-        ("learner.optimizer.lr=.nan", "learner.optimizer.lr: was '.nan'"),
         ("data.truncation=middle", "data.truncation: was 'middle'; input should be 'error',"),
-        ("buffer.url=redsi://x", "buffer.url: was 'redsi://x'; it must start with"),
         ("weights.address=here", "weights.address: was 'here'; it must be tcp://host:port"),
         (
             "weights.address=tcp://0.0.0.0:5",
             "weights.address: was 'tcp://0.0.0.0:5'; name the address at which generators reach",
         ),
-        ("weights.address=tcp://*:5", "weights.address: was 'tcp://*:5'; it must look like tcp"),
         ("buffer.url=zmq://*:5", "buffer.url: was 'zmq://*:5'; it must look like zmq://host:port"),
-        (
-            "weights.address=tcp://10.0.0.1:5",
-            "weights.address: was 'tcp://10.0.0.1:5', which other machines can reach; that needs "
-            "keys: make them with `streamrl keys new FOLDER` and set buffer.curve to FOLDER",
-        ),
         ("run.name=../up", "run.name: was '../up'"),
-        ("algorithm.advantage=grop", "did you mean 'grpo'?"),
-        ("algorithm.rollout_is=token_si", "did you mean 'token_is'?"),
-        ("algorithm.rollout_is={threshold: -1}", "threshold: was -1"),
         ("run", "--set run: must look like section.key=value"),
         ("run.name.first=x", "--set run.name.first: name is 'default' and has no keys below it"),
         ("data.source_kwargs=[1", "--set data.source_kwargs: '[1' is not YAML"),
         ("learner.dtype=fp16", "or 'float16'; verl's fp16 is float16 here"),
         ("learner.checkpoint.every=never", "a number above run.max_steps leaves that one alone"),
-        (
-            "learner.checkpoint.every=-1",
-            "every: was -1; a checkpoint frees the groups of the buffer",
-        ),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(tmp_path, override, sentence):
@@ -297,7 +274,6 @@ def test_a_contradiction_names_both_settings(tmp_path, overrides, names):
     [
         ("{min: 3, max: 1}", ["buffer.max_staleness: was min 3 and max 1; min must be at most"]),
         ("{min: 0, max: 4, ess: 1}", ["buffer.max_staleness.ess: was 1; input should be less"]),
-        ("{min: 0, max: 4, ess: 0}", ["buffer.max_staleness.ess: was 0; input should be great"]),
         (
             "{mn: 0, max: 4}",
             [
@@ -305,7 +281,6 @@ def test_a_contradiction_names_both_settings(tmp_path, overrides, names):
                 "buffer.max_staleness.min: is required",
             ],
         ),
-        ("{min: -1, max: 4}", ["buffer.max_staleness.min: was -1; input should be greater"]),
         ("few", ["buffer.max_staleness: was 'few'; input should be a valid integer"]),
     ],
 )
@@ -347,7 +322,6 @@ def test_publishing_as_rarely_as_the_staleness_allows_is_accepted(tmp_path):
         ("run: {seed: 1, seed: 2}\n", "run.seed: stands twice, the second time at"),
         ("environments: [{name: a, name: b}]\n", "is not YAML: line 1: 'name' stands twice"),
         ("run: {folder: a/$NAME}\n", "run.folder: was 'a/$NAME'; nothing is filled in for $"),
-        ("run: {folder: $HOME/runs}\n", "run.folder: was '$HOME/runs'; nothing is filled in for $"),
         ("run: {name: 42}\n", "run.name: was 42; input should be a valid string; in quotes"),
         ("run: {<<: {seed: 1}}\n", "run.yaml:1: YAML 1.2 merges no mappings by <<: write"),
         ("data: &d {source_kwargs: *d}\n", "is not YAML: line 1: the alias stands inside of what"),
