@@ -16,7 +16,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator
 
-from streamrl.errors import ConfigError, nearest
+from streamrl.errors import ConfigError
 
 LARGEST_PORT = 65_535
 # Below those that systems give to connections, and to whoever listens anywhere, such as srun.
@@ -172,33 +172,18 @@ def lacks_keys(setting: str, url: str, keys: Path | None) -> str:
     )
 
 
+# The hub keeps all that was ever in a repository, so it has to be a bucket.
+_IN_A_STORE = re.compile(r"(?:(?:s3|gs)://|file:///|hf://buckets/[^/]+/)/*[^/@?#*][^@?#*]*")
+
+
 def _as_store(url: str) -> str:
     """Raise ValueError if it is not a folder of a store, or contains a password or a query."""
-    scheme, separator, path = url.partition("://")
-    if not (separator and scheme in STORES and path.strip("/")):
-        close = STORES.get(nearest(scheme, STORES, likeness=0.5) or "") if separator else None
-        if url.startswith("/"):
-            close = f"file://{url}"
-        hint = f"did you mean {close}?" if close else f"allowed: {', '.join(STORES.values())}"
-        raise ValueError(f"was {_shown(url)}; it must name a store and a folder in it; {hint}")
-    if scheme == "file" and not path.startswith("/"):
-        raise ValueError(f"was {url!r}; a folder has three slashes: file:///{path}")
-    if scheme == "hf" and not re.match(r"buckets/[^/]+/[^/]+", path):
+    if not _IN_A_STORE.fullmatch(url):
         raise ValueError(
-            f"was {_shown(url)}; the hub keeps all that was ever in a repository: name a folder in "
-            f"a bucket, {STORES[scheme]}"
-        )
-    if set(path) & set("@?#*"):
-        raise ValueError(
-            f"was {_shown(url)}; it must be like {STORES[scheme]}, without a user, a password, "
-            "?, # and *: keys come from the environment of the store's own library"
+            f"was {url.partition('?')[0]!r}; it must be a folder in a store, without user, "
+            f"password, ?, # and * (keys come from the environment): {', '.join(STORES.values())}"
         )
     return url
-
-
-def _shown(url: str) -> str:
-    """The URL without its query, which may hold keys."""
-    return repr(url.partition("?")[0])
 
 
 StoreUrl: TypeAlias = Annotated[str, AfterValidator(_as_store)]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from streamrl.config.section import (
     Decay,
@@ -25,20 +25,12 @@ from streamrl.errors import ConfigError
 from streamrl.types.ranges import MAX_GROUPS
 
 
-def _is_made_at_the_end(steps: object) -> object:
-    if steps in (None, 0, -1, "never"):
-        raise ValueError(
-            f"was {steps!r}; a checkpoint frees the groups of the buffer that it contains, so one "
-            "is made at the end at least: a number above run.max_steps leaves that one alone"
-        )
-    return steps
-
-
 class CheckpointSettings(Section):
     """When the learner saves checkpoints, and how many it keeps."""
 
-    every: Annotated[Positive, BeforeValidator(_is_made_at_the_end)] = 50
-    """Steps between checkpoints; the last step always makes one."""
+    every: Positive = 50
+    """Steps between checkpoints; the last step always makes one, and above `run.max_steps` no
+    other does."""
     keep: Positive = 2
     """Number of newest complete checkpoints to keep; those in abandoned/ do not count."""
     keep_best: NotNegative = 0

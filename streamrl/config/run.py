@@ -30,11 +30,6 @@ _is_filled_in = refuse_unless(
     lambda folder: not re.search(r"\$\{|(^|/)\$\w", str(folder)),
     "nothing is filled in for $: write the folder",
 )
-# What other systems call their ways to resume, and no path.
-_is_a_path = refuse_unless(
-    lambda resume: str(resume).lower() not in ("disable", "resume_path", "none"),
-    "allowed: never, auto or the path of a checkpoint",
-)
 
 
 class SignSettings(Section):
@@ -76,7 +71,7 @@ class RunSettings(Section):
     before."""
     seed: NotNegative = 0
     """Seed of prompts, sampling and initialization."""
-    resume: Annotated[Literal["never", "auto"] | Path, _is_a_path] = "never"
+    resume: Literal["never", "auto"] | Path = "never"
     """Checkpoint to resume from; auto: the newest complete one, if there is one; never; or the path
     of one, of this or another run."""
     evaluate: bool = True

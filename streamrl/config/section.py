@@ -163,13 +163,9 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-_moves_less_than_a_weight = refuse_unless(
-    lambda rate: rate <= 1,
-    "it must be at most 1: AdamW moves every weight by about the learning rate at each step, "
-    "however small its gradient, and weights are smaller than 1",
-)
-LearningRate = Annotated[float, _moves_less_than_a_weight, Field(gt=0, le=1)]
-LearningRateOrZero = Annotated[float, _moves_less_than_a_weight, Field(ge=0, le=1)]
+# AdamW moves every weight by about the learning rate at each step, and weights are smaller than 1.
+LearningRate = Share
+LearningRateOrZero = Probability
 
 Device = Annotated[
     str,

@@ -16,7 +16,6 @@ the configuration.
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,9 +35,7 @@ from streamrl.cli.check import (
     settings,
     unused_settings,
 )
-from streamrl.cli.launchers import JOB_VARIABLE
 from streamrl.config import LoadedConfig, RunConfig, render
-from streamrl.config.addresses import is_loopback
 from streamrl.config.loading.load import (
     config_file,
     contradictions_beside,
@@ -77,8 +74,6 @@ def main(arguments: argparse.Namespace) -> int:
     loaded, refused = load_usable(config_file(arguments), arguments.overrides)
     config = loaded.config
     has_journal = config.buffer.binds_url and config.buffer.journal
-    is_local = is_loopback(config.buffer.url) and is_loopback(config.weights.address)
-    is_alone = is_local and JOB_VARIABLE not in os.environ
     of_run = run_findings(loaded, refused)
     of_run += map(CONFIGURATION.warning, filter(None, [held_run(config.run.path)]))
     if not arguments.json and (problems := refusals(of_run)):
@@ -86,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
         # start.
         _print([finding for finding in of_run if not _refuses(finding)], is_brief=True)
         raise ConfigError("\n".join(problems))
-    of_machine = machine_findings(config.run.path, has_journal=has_journal, is_alone=is_alone)
+    of_machine = machine_findings(config.run.path, has_journal=has_journal)
     found = [*of_machine, *of_run]
     if arguments.json or arguments.quiet or arguments.deep:
         _print(found, is_brief=True, is_json=arguments.json)
@@ -100,13 +95,10 @@ def main(arguments: argparse.Namespace) -> int:
     return _exit_code(found)
 
 
-def machine_findings(
-    folder: Path | str, *, has_journal: bool = True, is_alone: bool = False
-) -> Iterator[Finding]:
+def machine_findings(folder: Path | str, *, has_journal: bool = True) -> Iterator[Finding]:
     """Findings about this machine. `folder` is the run's, `has_journal` whether its buffer keeps a
-    journal there, `is_alone` whether the whole run is here, so that its times come from one clock.
-    Waits for a process that imports torch, and for two programs."""
-    yield from machine.check_machine(machine.read_machine(), is_alone=is_alone)
+    journal there. Waits for a process that imports torch, and for two programs."""
+    yield from machine.check_machine(machine.read_machine())
     yield from packages.check_packages(packages.needed_packages())
     # The driver does not count the GPUs of ROCm.
     num_gpus = None if is_rocm() else len(driver_devices())

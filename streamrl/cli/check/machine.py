@@ -6,7 +6,6 @@ fails, and a fact that this kernel does not tell is None, 0 or empty. A check is
 facts.
 """
 
-import ctypes
 import os
 import platform
 import resource
@@ -24,7 +23,6 @@ from streamrl.findings import MACHINE, Finding
 from streamrl.placement.hosts import cpu_quota, visible_cores
 from streamrl.placement.plan import gib
 
-_NUM_TIMEX_BYTES, _TIME_ERROR = 208, 5
 _BFLOAT16_FLAGS = frozenset({"avx512bw", "bf16"})
 
 
@@ -47,7 +45,6 @@ class Machine:
     max_processes: int | None = None
     threads_max: int | None = None
     cpu_flags: frozenset[str] = frozenset()
-    is_clock_synchronized: bool | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -82,7 +79,6 @@ def read_machine(root: Path = Path("/"), environment: Mapping[str, str] | None =
         max_processes=_limit(resource.RLIMIT_NPROC, 0),
         threads_max=_number(root / "sys/fs/cgroup/pids.max"),
         cpu_flags=frozenset(_field(root / "proc/cpuinfo", "flags", "Features").split()),
-        is_clock_synchronized=_is_clock_synchronized(),
         environment=dict(os.environ) if environment is None else environment,
     )
 
@@ -120,16 +116,6 @@ def _sizes(folder: Path) -> tuple[int, int]:
 def _limit(limit: int, place: int) -> int | None:
     value = resource.getrlimit(limit)[place]
     return None if value == resource.RLIM_INFINITY else value
-
-
-def _is_clock_synchronized() -> bool | None:
-    """What the kernel knows about it, from adjtimex(2), which changes nothing without a mode."""
-    try:
-        adjtimex = ctypes.CDLL(None).adjtimex
-    except (OSError, AttributeError):
-        return None
-    state = int(adjtimex(ctypes.create_string_buffer(_NUM_TIMEX_BYTES)))
-    return None if state < 0 else state != _TIME_ERROR
 
 
 _FEW_FILES = 1024
@@ -229,19 +215,6 @@ def _of_threads(machine: Machine) -> Finding:
     return MACHINE.ok(shown or "OMP_NUM_THREADS is not set: launch shares the cores out")
 
 
-def _of_clock(machine: Machine) -> Finding:
-    """Each host checks its own clock; leases only use the buffer's."""
-    if machine.is_clock_synchronized is False:
-        return MACHINE.warning(
-            "the kernel's clock is not synchronized: times of logs and metrics of several hosts do "
-            "not compare",
-            "run chronyd or systemd-timesyncd on every host (a virtual machine may take its host's "
-            "clock); no lease depends on it",
-        )
-    known = machine.is_clock_synchronized
-    return MACHINE.ok("the kernel's clock is synchronized" if known else "is not known here")
-
-
 CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
     "python": _of_python,
     "cores": _of_cores,
@@ -251,17 +224,12 @@ CHECKS: Mapping[str, Callable[[Machine], Finding]] = {
     "open files": _of_open_files,
     "processes": _of_processes,
     "locked memory": _of_locked_memory,
-    "clock": _of_clock,
 }
 """The checks, each by the cause of its finding."""
 
 
-def check_machine(machine: Machine, *, is_alone: bool = False) -> Iterator[Finding]:
-    """Yield the findings. `is_alone`: the whole run is on this machine, so its times come from one
-    clock."""
-    for cause, check in CHECKS.items():
-        if not (is_alone and cause == "clock"):
-            yield replace(check(machine), cause=cause)
+def check_machine(machine: Machine) -> Iterator[Finding]:
+    return (replace(check(machine), cause=cause) for cause, check in CHECKS.items())
 
 
 _FEW_BYTES, _TIGHT_BYTES = 200 * 2**20, 10 * 2**30

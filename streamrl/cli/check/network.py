@@ -5,7 +5,6 @@ its Redis keeps what it is given. Waits ANSWER_S for a connection, 2 REDIS_S for
 import asyncio
 import errno
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -170,12 +169,11 @@ def _unreachable(host: str, port: int) -> str:
 
 
 REDIS_S = 2.0
-SKEW_S = 1.0
 
 
 class RedisFacts(Struct, frozen=True):
-    """What the server reports under these names, and `skew_s`, how far its clock is ahead of this
-    machine's. `appendfsync` is "" if the user may not read it, `maxmemory` is 0 for no limit."""
+    """What the server reports under these names. `appendfsync` is "" if the user may not read it,
+    `maxmemory` is 0 for no limit."""
 
     redis_version: str | float = ""
     aof_enabled: bool = False
@@ -184,7 +182,6 @@ class RedisFacts(Struct, frozen=True):
     maxmemory_policy: str = "noeviction"
     maxmemory: int = 0
     used_memory: int = 0
-    skew_s: float = 0.0
 
 
 def ask_redis(config: RunConfig) -> RedisFacts | str:
@@ -208,16 +205,6 @@ def check_redis(facts: RedisFacts | str, url: str) -> Iterator[Finding]:
     yield MACHINE.ok(f"{url} answers: Redis {facts.redis_version}", cause="redis")
     yield replace(_of_persistence(facts), cause="redis persistence")
     yield replace(_of_memory(facts), cause="redis memory")
-    skew_s, cause = facts.skew_s, "clock skew"
-    if abs(skew_s) >= SKEW_S:
-        yield MACHINE.warning(
-            f"the clock of Redis is {abs(skew_s):.3g} s {'ahead' if skew_s > 0 else 'behind'}: "
-            "times of logs and metrics do not compare",
-            "run chronyd or systemd-timesyncd on both hosts, and streamrl check on each",
-            cause=cause,
-        )
-    else:
-        yield MACHINE.ok(f"the clock of Redis is {abs(skew_s) * 1000:.0f} ms away", cause=cause)
 
 
 def _of_persistence(facts: RedisFacts) -> Finding:
@@ -262,13 +249,9 @@ async def _ask(url: str) -> RedisFacts:
     fsync: dict[str, str] = {}
     try:
         async with asyncio.timeout(2 * REDIS_S):
-            start_s = time.time()
-            seconds, microseconds = await client.time()
-            middle_s = (start_s + time.time()) / 2
             found = await client.info()
             with suppress(ResponseError):
                 fsync = await client.config_get("appendfsync")
     finally:
         await topology.close()
-    skew_s = seconds + microseconds / 1e6 - middle_s
-    return convert({**found, **fsync, "skew_s": skew_s}, RedisFacts, strict=False)
+    return convert({**found, **fsync}, RedisFacts, strict=False)

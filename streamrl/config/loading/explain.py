@@ -2,7 +2,6 @@
 exists elsewhere, it says where: `learner.lr` is at `learner.optimizer.lr`. For a path that does not
 exist, it says what was probably meant."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import groupby
@@ -260,8 +259,6 @@ def _renamed(field: str, value: object, model: type[BaseModel], system: str) -> 
     """The sentence for a key that has another name or place here; "" if none is known."""
     if name := find_foreign_name(field, first=system):
         return name.sentence(answer(name, value))
-    if places := _places_of_some(model, field):
-        return f"unknown key; did you mean {' or '.join(places)}?"
     places = own_places(model, field)
     end = ".".join(("", *field.split(".")[-2:]))
     is_alike = any(place.endswith(end) for place in places)
@@ -269,21 +266,6 @@ def _renamed(field: str, value: object, model: type[BaseModel], system: str) -> 
         return name.sentence(by_last_part=True)
     places = places or (() if "." in field else close_places(model, field))
     return f"unknown key; did you mean {' or '.join(places)}?" if places else ""
-
-
-def _places_of_some(model: type[BaseModel], field: str) -> tuple[str, ...]:
-    """`own_places` for a key of a mapping that holds settings of another section."""
-    at: Any = model
-    for found in re.finditer(r"[^.]+", field):
-        if found[0].isdecimal():
-            continue
-        if (known := _field(at, found[0])) is None:
-            return ()
-        at = _held(known)
-        if at is not known.annotation:
-            place = field[: found.end() + 1]
-            return tuple(f"{place}{p}" for p in own_places(at, field.removeprefix(place)))
-    return ()
 
 
 def is_at(key: str, field: str) -> bool:

@@ -251,7 +251,6 @@ TRAPS = [
     (["buffer.url=zmq://0.0.0.0:29610"], r"buffer\.url: .*needs keys.*buffer\.curve"),
     (["weights.address=tcp://10.0.0.1:29611"], r"weights\.address: .*needs keys.*buffer\.curve"),
     (["buffer.curve=nowhere"], r"buffer\.curve: there is no folder nowhere"),
-    (["buffer.lease_ttl_s=0.01"], r"buffer\.lease_ttl_s: was 0\.01; .* heartbeat every 0\.0025 s"),
     (["buffer.max_group_bytes=10"], r"buffer\.max_group_bytes 10 refuses every group"),
     (["learner.device=cuda:7"], r"learner\.device: was 'cuda:7', and there are 0 GPUs here"),
     (["generator.device=cuda"], r"generator\.device: was 'cuda', and there are 0 GPUs here"),
@@ -310,18 +309,7 @@ TRAPS = [
         r"generator\.vllm\.url: holds a password",
     ),
     (["learner.groups_per_step=1048577"], r"learner\.groups_per_step: was 1048577; .* 1048576"),
-    *(
-        ([*others, f"{setting}=1e10"], rf"{setting}: was 1e\+10; it must be at most 1: AdamW moves")
-        for setting, *others in (
-            ["learner.optimizer.lr"],
-            ["algorithm.value.lr", "algorithm.advantage=gae"],
-            ["model.recipe.lr"],
-        )
-    ),
-    (
-        ['learner.optimizer.groups=[{parameters: "*", lr: 2.0}]'],
-        r"learner\.optimizer\.groups\.0\.lr: was 2; it must be at most 1: AdamW",
-    ),
+    (["learner.optimizer.lr=1e10"], r"learner\.optimizer\.lr: was 1.*; input should be less than"),
     (
         ["learner.optimizer.lr=0.1", "learner.optimizer.weight_decay=20"],
         r"learner\.optimizer\.weight_decay: was 20 with learning rate 0.1; their product",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli.check import before_launch, command, machine, packages
+from streamrl.cli.check import before_launch, machine, packages
 from streamrl.cli.check.machine import (
     Disk,
     Machine,
@@ -46,7 +46,6 @@ HEALTHY = Machine(
     max_files=65_536,
     max_locked=None,
     cpu_flags=frozenset({"avx2", "amx_bf16"}),
-    is_clock_synchronized=True,
 )
 ROOT = Path(__file__).parents[3]
 
@@ -90,7 +89,6 @@ def test_a_healthy_machine_has_nothing_to_mend():
             "locked memory",
             "0.0625 MiB",
         ),
-        ({"is_clock_synchronized": False}, "warning", "clock", "not synchronized"),
     ],
 )
 def test_each_limit_of_a_machine_is_found(
@@ -103,16 +101,6 @@ def test_each_limit_of_a_machine_is_found(
 
 def test_little_locked_memory_is_enough_without_infiniband():
     assert bad(of_machine(replace(HEALTHY, max_locked=65_536))) == []
-
-
-@pytest.mark.usefixtures("torch_is_known")
-@pytest.mark.parametrize(("is_alone", "causes"), [(True, []), (False, ["clock"])])
-def test_a_run_of_one_machine_needs_no_clock_that_others_share(is_alone, causes, monkeypatch):
-    monkeypatch.setattr(
-        machine, "read_machine", lambda: replace(HEALTHY, is_clock_synchronized=False)
-    )
-    found = command.machine_findings(ROOT, is_alone=is_alone)
-    assert [finding.cause for finding in bad(found) if finding.cause == "clock"] == causes
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
@@ -353,7 +341,6 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
             ),
             *("warning", "redis memory", "Redis: 1024 of 1024 MiB"),
         ),
-        (RedisFacts("7", aof_enabled=True, skew_s=-3.0), "warning", "clock skew", "3 s behind"),
     ],
 )
 def test_a_redis_that_will_not_do_is_found(facts, severity, cause, part):
@@ -373,8 +360,6 @@ def test_a_real_redis_is_asked(tmp_path):
         assert isinstance(facts, RedisFacts)
         assert (facts.aof_enabled, facts.appendfsync) == (True, "everysec")
         assert (facts.maxmemory, facts.maxmemory_policy) == (64 * 2**20, "allkeys-lru")
-        # Of one machine, which may stand still between question and answer.
-        assert abs(facts.skew_s) < 60.0
         assert the_one(check_redis(facts, server.url)).cause == "redis memory"
         url = server.url
     assert "Connect call failed" in str(ask_redis(redis_config(url, tmp_path)))

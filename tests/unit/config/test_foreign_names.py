@@ -239,11 +239,6 @@ def test_names_of_todays_releases_are_known(tmp_path, key, sentence):
     ("override", "sentence"),
     [
         ("algorithm.loss=vanilla", "; verl's vanilla is ppo here"),
-        (
-            "run.resume=disable",
-            "was 'disable'; allowed: never, auto or the path of a checkpoint; v",
-        ),
-        ("run.resume=resume_path", "was 'resume_path'; allowed: never, auto or the path"),
         ("generator.top_k=-1", "; verl's -1 is 0 here"),
         ("learner.optimizer.schedule=constant_with_warmup", "is constant here"),
         ("algorithm.rollout_is=true", "; verl's true is algorithm.rollout_is.apply: true here"),

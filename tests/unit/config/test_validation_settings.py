@@ -64,7 +64,7 @@ def make(validation: dict[str, Any], **sections: Any) -> RunConfig:
         (
             {"generator": {"max_in_flight": 8}},
             {},
-            "unknown key; did you mean validation.generator.episode.max_in_flight?",
+            "unknown key; did you mean generator.episode.max_in_flight?",
         ),
         (
             {"every": 5},

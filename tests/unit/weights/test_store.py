@@ -379,21 +379,21 @@ async def test_versions_between_are_left_out_while_one_is_on_its_way(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("store", "message"),
+    "store",
     [
-        ("s4://x", r"weights\.store|was 's4://x'; .*did you mean s3://BUCKET/FOLDER"),
-        ("ftp://host/x", r"was 'ftp://host/x'; .*allowed: s3://BUCKET/FOLDER, gs://"),
-        ("/tmp/x", r"did you mean file:///tmp/x\?"),
-        ("file://x/y", r"a folder has three slashes: file:///x/y"),
-        ("s3://", r"it must name a store and a folder in it; did you mean s3://BUCKET/FOLDER"),
-        ("s3://key:word@bucket/x", r"without a user, .*keys come from the environment"),
-        ("hf://user/model", r"in a bucket, hf://buckets/USER/BUCKET/FOLDER"),
-        ("hf://buckets/user", r"in a bucket, hf://buckets/USER/BUCKET/FOLDER"),
-        ("", r"was ''; .*allowed: s3://"),
+        *(
+            "ftp://host/x",
+            "/tmp/x",
+            "file://x/y",
+            "s3://",
+            "s3://key:word@bucket/x",
+            "hf://user/model",
+        ),
+        *("hf://buckets/user", ""),
     ],
 )
-def test_another_store_is_refused_with_what_is_allowed(store, message):
-    with pytest.raises(ValidationError, match=message):
+def test_another_store_is_refused_with_what_is_allowed(store):
+    with pytest.raises(ValidationError, match=r"it must be a folder in a store, .*: s3://BUCKET/F"):
         WeightSettings.model_validate({"store": store})
 
 
@@ -405,7 +405,7 @@ def test_a_store_that_is_refused_for_its_keys_shows_none_of_them(tmp_path, place
     with pytest.raises(ConfigError) as refused:
         load_config(file)
     assert "wo/rd" not in str(refused.value)
-    assert "it must be like s3://BUCKET/FOLDER, without a user, a password" in str(refused.value)
+    assert "it must be a folder in a store, without user" in str(refused.value)
 
 
 def test_the_transport_store_needs_a_store():

@@ -81,16 +81,9 @@ def _require_listener(address: str) -> None:
 
 def _refusal(address: str, message: str) -> str:
     where = "here" if address == "auto" else f"at {address}"
-    versions = re.findall(r"(Ray|Python): (\d[\w.]*)", message)
-    if "ersion mismatch" in message and versions:
-        theirs, ours = ([f"{n} {v}" for n, v in versions[i : i + 2]] for i in (0, 2))
-        return (
-            f"the cluster {where} has {' and '.join(theirs)}, and this machine "
-            f"{' and '.join(ours)}: install the same on both"
-        )
     return (
-        f"there is no Ray cluster {where}: start one with `ray start --head`, or name another "
-        f"address ({' '.join(message.split())[:200]})"
+        f"no Ray cluster {where} can be used: start one with `ray start --head`, with the same Ray "
+        f"and Python on all machines, or name another address ({' '.join(message.split())[:300]})"
     )
 
 
