@@ -176,17 +176,12 @@ def _download(repository: str, folder: Path) -> None:
 
     try:
         snapshot_download(repository, local_dir=folder, ignore_patterns=_LEFT_OUT)
-    except errors.GatedRepoError as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError) as error:
         raise ConfigError(
-            f"MODEL: {repository} is gated: accept its terms on the hub and set HF_TOKEN"
+            f"MODEL: the hub does not give {repository!r}; a gated model needs its terms accepted "
+            f"there, and HF_TOKEN: {error}"
         ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ConfigError(f"MODEL: the hub has no {repository!r}, or it needs HF_TOKEN") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise TransportError(f"MODEL: the hub does not answer: {error}") from error
-    except errors.HfHubHTTPError as error:
-        raise ConfigError(f"MODEL: {repository}: {error}") from error
-    except httpx2.HTTPError as error:
+    except (errors.LocalEntryNotFoundError, httpx2.HTTPError) as error:
         raise TransportError(f"MODEL: the hub does not answer: {error}") from error
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 

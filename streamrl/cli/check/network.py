@@ -79,16 +79,10 @@ def check_listening(setting: str, address: str) -> Iterator[Finding]:
     try:
         bound_socket(host, port).close()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            yield CONFIGURATION.warning(f"{setting}: {address} is in use; is another run using it?")
-        elif error.errno == errno.EACCES:
-            yield CONFIGURATION.problem(
-                f"{setting}: {address} may not be used by this user: {error.strerror}"
-            )
-        else:
-            yield CONFIGURATION.warning(
-                f"{setting}: {address} is not this machine's: {error.strerror}"
-            )
+        refuse = error.errno == errno.EACCES
+        yield (CONFIGURATION.problem if refuse else CONFIGURATION.warning)(
+            f"{setting}: cannot listen at {address} here: {error.strerror}"
+        )
 
 
 def _check_keys(folder: Path) -> Iterator[Finding]:
@@ -160,12 +154,8 @@ def _unreachable(host: str, port: int) -> str:
     try:
         with socket.create_connection((host, port), ANSWER_S):
             return ""
-    except ConnectionRefusedError:
-        return "nothing listens there"
-    except socket.gaierror:
-        return "the host is unknown"
     except OSError as error:
-        return str(error)
+        return error.strerror or str(error)
 
 
 REDIS_S = 2.0

@@ -181,16 +181,16 @@ def balance(books: Books) -> str:
     return "the books close" if books.balanced else "THE BOOKS DO NOT CLOSE"
 
 
+_MEANS = {
+    "staleness, mean": "buffer/staleness_mean",
+    "ESS, mean": "mismatch/rollout_is_eff_sample_size",
+    "learner wait per step, mean, s": "learner/wait_s",
+    "trained tokens/s of computing time": "learner/tokens_per_s",
+}
 SUMMARY_METRICS = frozenset(
     {
-        "reward/mean",
-        "buffer/staleness_mean",
-        "buffer/staleness_max",
-        "mismatch/rollout_is_eff_sample_size",
-        "learner/wait_s",
-        "learner/step_s",
-        "learner/tokens_per_s",
-        "generator/tokens_per_s",
+        *_MEANS.values(),
+        *("reward/mean", "buffer/staleness_max", "learner/step_s", "generator/tokens_per_s"),
     }
 )
 """The metrics that the summary reads from every line; from the last one it reads more."""
@@ -225,12 +225,7 @@ def summary_rows(config: RunConfig, lines: Lines) -> list[tuple[str, str]]:
     if change := reward_change(lines):
         rows.append(("training reward", change))
     rows += held_out_rows(config)
-    for label, name in (
-        ("staleness, mean", "buffer/staleness_mean"),
-        ("ESS, mean", "mismatch/rollout_is_eff_sample_size"),
-        ("learner wait per step, mean, s", "learner/wait_s"),
-        ("trained tokens/s of computing time", "learner/tokens_per_s"),
-    ):
+    for label, name in _MEANS.items():
         if (value := metric_mean(lines, name)) is not None:
             rows.append((label, short(value)))
     if (generated := rate(lines, "generator/tokens_per_s")) is not None:

@@ -147,7 +147,7 @@ WARNED: Sequence[tuple[Sequence[str], str]] = [
     ),
     (
         ["tracking.prometheus={enabled: true, host: 192.0.2.1}"],
-        r"tracking\.prometheus\.host: .*192\.0\.2\.1.* is not this machine's",
+        r"tracking\.prometheus\.host: .*cannot listen at .*192\.0\.2\.1.* here: ",
     ),
     (
         ["model.path=whole", "learner.lora={targets: [q_porj]}"],

@@ -59,11 +59,8 @@ def test_each_limit_is_accepted_where_it_acts():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("clip", 1.0),
         ("norm_mean", "group"),
-        ("norm_std", "batch"),
         ("format_penalty", 0.5),
-        ("whiten", True),
     ],
 )
 def test_shaping_beside_remax_is_refused(name: str, value: Any):

@@ -223,6 +223,7 @@ def test_names_of_verl_that_end_as_others_do_are_its_own(tmp_path, key, sentence
     ("key", "sentence"),
     [
         ("vllm_importance_sampling_clip_max", "TRL's name; here it is algorithm.rollout_is.thresh"),
+        ("log_level", "TRL's name; here it is run.log_level"),
         ("vespo_k_pos", "TRL's name; here it is algorithm.loss_config.k_pos"),
         ("train_infer_correction.is_weight.upper_bound", "it is algorithm.rollout_is.threshold"),
         (

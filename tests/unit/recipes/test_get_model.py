@@ -191,7 +191,7 @@ def test_a_name_that_the_hub_does_not_have_and_a_hub_that_is_away(folder):
         unknown = get_from_hub(hub, folder)
         errors = unknown.communicate(timeout=DEADLINE_S)[1]
     assert unknown.returncode == 2
-    assert "the hub has no 'owner/tiny'" in errors
+    assert "the hub does not give 'owner/tiny'" in errors
     away = get_from_hub(hub, folder)
     errors = away.communicate(timeout=DEADLINE_S)[1]
     assert away.returncode == 5

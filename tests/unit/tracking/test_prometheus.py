@@ -258,11 +258,9 @@ def test_the_file_of_a_daemon_that_failed_stays(tmp_path):
         (0, "buffer", 0),
         (9400, "buffer", 9400),
         (9400, "learner", 9401),
-        (9400, "validator", 9402),
         (9400, "generator-0", 9410),
         (9400, "generator-12", 9422),
         (9400, "generator-4c1822", 0),
-        (9400, "mine", 0),
     ],
 )
 def test_a_port_for_each_daemon(port, daemon_id, given):
