@@ -5,8 +5,9 @@ them, and admission bounds the groups between. Each station's demand is the time
 the groups of one step when all of its room is in use. It follows from measurements by the
 utilization law:
 
-    G = U T         U: the share in use of the usable room, min(n m, C) groups L = T - W       W:
-    the time that the learner waited for groups T = G + L - o min(G, L) + s
+    G = U T         U: the share in use of the usable room, min(n m, C) groups
+    L = T - W       W: the time that the learner waited for groups
+    T = G + L - o min(G, L) + s
 
 for steps of T seconds, n generators with room for m groups each, and at most C admitted groups
 ((max_staleness + 1) * groups_per_step). The overlap o and the rest s, in which neither station is

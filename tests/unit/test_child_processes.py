@@ -32,8 +32,6 @@ from streamrl.placement.make_plan import make_plan
 from tests.standins.streamrl_command import DEAF, WAIT, starts_of, write_command
 from tests.waiting import block_until, until
 
-STEP = "open({file!r}, 'a').write('{{\"step\": 1}}\\n'); "
-
 
 class Launch:
     """A run of stand-ins; `notices` are the sentences that the launcher prints."""
@@ -238,14 +236,6 @@ def test_a_process_without_a_reason_says_its_exit_code_and_its_log(launched: Lau
     with pytest.raises(StreamRLError, match=r"^buffer: ended with exit code 9; started again 3 .*"):
         launched.run({"buffer": "sys.exit(9)"})
     assert len(starts_of(launched.folder, "buffer")) == 4
-
-
-def test_every_group_failing_after_a_step_is_tried_again(launched: Launch):
-    step = STEP.format(file=str(launched.config.run.path / "trained.jsonl"))
-    script = f"starts == 1 and ({step.strip('; ')}); fail(4, 'the judge is down')"
-    with pytest.raises(RolloutError, match="the judge is down; started again 3 times"):
-        launched.run({"generator": script})
-    assert len(starts_of(launched.folder, "generator")) == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

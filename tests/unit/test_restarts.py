@@ -13,10 +13,7 @@ from streamrl.cli.processes.restarts import (
 )
 from streamrl.config.run import RunSettings
 from streamrl.errors import (
-    ConfigError,
-    DivergedError,
     ErrorRecord,
-    FencedError,
     RolloutError,
     StreamRLError,
     TransportError,
@@ -93,16 +90,6 @@ def test_the_back_off_doubles_up_to_a_bound_and_begins_again_after_healthy_time(
     assert process.delays[-2:] == [FIRST_DELAY_S, FIRST_DELAY_S]
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "kind"), [(2, ConfigError), (3, FencedError), (6, DivergedError)]
-)
-def test_a_configuration_and_a_takeover_are_not_tried_again(exit_code, kind):
-    process = Process()
-    process.fail(KILLED, steps=7)
-    with pytest.raises(kind, match=r"^broken at x\.py:1$"):
-        process.fail(exit_code, origin="x.py:1")
-
-
 def test_what_fails_for_every_group_from_the_start_is_not_tried_again():
     with pytest.raises(RolloutError, match=r"^broken at rewards\.py:3$"):
         Process(step=40).fail(4, origin="rewards.py:3")
@@ -114,14 +101,6 @@ def test_what_fails_for_every_group_in_the_middle_of_a_run_is_tried_again_under_
     process.fail(4, origin="rewards.py:3")
     with pytest.raises(RolloutError, match="2 times"):
         process.fail(4, origin="rewards.py:3")
-
-
-def test_what_raises_at_the_same_line_before_the_first_step_is_tried_again_once():
-    process = Process()
-    process.fail(origin="x.py:1")
-    process.fail(origin="x.py:2")
-    with pytest.raises(StreamRLError, match=r"^broken at x\.py:2$"):
-        process.fail(origin="x.py:2")
 
 
 def test_steps_that_are_trained_again_are_no_progress():

@@ -126,7 +126,7 @@ class DistillationSettings(Section):
         return tuple(teacher for teacher in self.teachers if teacher.url is not None)
 
     def share(self, teacher: TeacherSettings) -> float:
-        """Name of the metric of this teacher's log-probabilities."""
+        """The teacher's part of the advantage of a prompt that it scores, from 0 to 1."""
         if self.column is not None:
             return 1.0
         return teacher.weight / sum(other.weight for other in self.teachers)

@@ -51,7 +51,7 @@ def _without_nulls(item: Any) -> Any:
 
 
 def rendered(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """`values_of` for some settings."""
+    """`render` for some settings."""
     lines = list(_render(values, (), origins))
     width = max((len(text) for text, _ in lines if len(text) <= _WIDEST), default=0)
     return "".join(f"{text:<{width}}  {origin}".rstrip() + "\n" for text, origin in lines)
