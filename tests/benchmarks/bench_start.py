@@ -19,7 +19,12 @@ from pathlib import Path
 
 from tests.benchmarks.peers.usage import cpu_s_of, family, proportional_mib
 
-_SETTINGS = {"run.max_steps": "2", "learner.optimizer.warmup_steps": "0"}
+_SETTINGS = {
+    "run.max_steps": "2",
+    "learner.optimizer.warmup_steps": "0",
+    "buffer.url": "zmq://127.0.0.1:0",
+    "weights.address": "tcp://127.0.0.1:0",
+}
 _LAUNCH = """
 import sys
 from streamrl.cli.main import main

@@ -68,14 +68,6 @@ def has_line(comments: list[str], *words: str) -> bool:
     return any(all(word in line for word in words) for line in comments)
 
 
-def test_there_are_five_examples_of_each():
-    assert {f.name: len([*f.glob("*.*")]) for f in EXAMPLES.iterdir()} == {
-        "verl": 5,
-        "roll": 5,
-        "trl": 5,
-    }
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_check_takes_what_is_imported(folder, path):
     settings, comments = imported(path, path.parent.name)
