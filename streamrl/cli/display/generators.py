@@ -62,17 +62,9 @@ def generator_rows(stats: BufferStats, before: BufferStats | None = None) -> Ite
 
 
 def print_generators(stats: BufferStats) -> None:
-    """Print one row per generator, and one for leases that no heartbeat has reported yet."""
-    rows = list(generator_rows(stats))
-    reported = sum(row.num_leases or 0 for row in rows)
-    if stats.books.leased > reported:
-        rows.append(
-            GeneratorRow(
-                id="(not reported yet)", state="", num_leases=stats.books.leased - reported
-            )
-        )
+    """Print one row per generator."""
     # Wide, so that a row stays one line for `grep` and `awk`, also in a narrow terminal or a pipe.
-    Console(width=_MAX_WIDTH, soft_wrap=True).print(generator_table(rows))
+    Console(width=_MAX_WIDTH, soft_wrap=True).print(generator_table(generator_rows(stats)))
 
 
 def _state(
