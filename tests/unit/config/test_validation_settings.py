@@ -39,22 +39,11 @@ def make(validation: dict[str, Any], **sections: Any) -> RunConfig:
             {},
             "validation.generator.max_num_seq: unknown key; did you mean 'max_num_seqs'?",
         ),
-        (
-            {"generator": {"vllm": 3}},
-            {},
-            "validation.generator.vllm: was 3; it is a section, with keys such as "
-            "validation.generator.vllm.url",
-        ),
         ({"generator": {"max_num_seqs": 0}}, {}, "validation.generator.max_num_seqs: was 0"),
         (
             {"generator": {"temperature": 1}},
             {},
             "validation.generator.temperature: has no effect there; set validation.temperature",
-        ),
-        (
-            {"generator": {"num_samples": 2}},
-            {},
-            "validation.generator.num_samples: has no effect there; set validation.num_samples",
         ),
         (
             {"generator": {"temperature": 1, "max_num_seq": 3}},

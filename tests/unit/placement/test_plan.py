@@ -55,7 +55,6 @@ def test_gpus_of_a_machine_that_is_not_this_one_are_as_large_as_its_first(
         (1, {"learner": (0,), "generator-0": (0,), "generator-1": (0,)}),
         (2, {"learner": (0,), "generator-0": (1,), "generator-1": (1,)}),
         (4, {"learner": (0,), "generator-0": (1,), "generator-1": (2,)}),
-        (8, {"learner": (0,), "generator-0": (1,), "generator-1": (2,)}),
     ],
 )
 def test_each_process_has_a_gpu_of_its_own_while_there_are_enough(num_gpus, seats):
