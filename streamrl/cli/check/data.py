@@ -70,7 +70,7 @@ def check_overlap(data: DataSettings, held_out: PromptRows) -> Iterator[Finding]
     places = " and ".join(p.origin for p in (example, by_content[key]) if p.origin)
     yield DATA.warning(
         f"data.eval_source: {count} of the {len(held_out)} held-out prompts are also in "
-        f"data.source, such as {shown(example.content)}{f' ({places})' if places else ''}: their "
+        f"data.source, such as {_shown(example)}{f' ({places})' if places else ''}: their "
         "scores tell nothing about new prompts; leave them out of one of the two"
     )
 
@@ -199,6 +199,7 @@ def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     template = config.data.chat_template
     if isinstance(template, Path):
         yield from DATA.refusal(read_text, template, "data.chat_template")
+    yield from _unopened_answer(_template(config))
     for entry in config.entries:
         own = config.model_copy(update={"data": entry.data})
         source = entry.data.source
@@ -439,15 +440,45 @@ number of tokens that it may also take from the tokenizer."""
 def _around(template: str, data: DataSettings, num_tokens: Callable[[str], int]) -> int:
     """Roughly how many tokens template and system prompt put around a message. Only a renderer,
     which imports transformers, knows exactly."""
+    system = [("system", data.system_prompt)] if data.system_prompt else []
+    with suppress(ValueError):
+        return num_tokens(_filled(template, *system, ("user", ""))) + _SPECIAL
+    return num_tokens(data.system_prompt or "") + _AROUND
+
+
+def _filled(template: str, *turns: tuple[str, str]) -> str:
+    """Render turns, each a role and a content, by Jinja alone.
+
+    Raises:
+        ValueError: the template cannot render them, or not without its tokenizer.
+    """
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    messages = [*system, {"role": "user", "content": ""}]
+    messages = [{"role": role, "content": content} for role, content in turns]
     given = {"add_generation_prompt": True, "strftime_now": time.strftime}
-    with suppress(ValueError), template_errors():
-        return num_tokens(jinja.from_string(template).render(messages=messages, **given)) + _SPECIAL
-    return num_tokens(data.system_prompt or "") + _AROUND
+    with template_errors():
+        return jinja.from_string(template).render(messages=messages, **given)
+
+
+def _unopened_answer(template: str) -> Iterator[Finding]:
+    """Warn if the template writes a text in front of each answer, and does not end a prompt with
+    it."""
+    if not template or "add_generation_prompt" in template:
+        return
+    with suppress(ValueError):
+        asked = _filled(template, ("user", "question"))
+        whole = _filled(template, ("user", "question"), ("assistant", _ANSWER))
+        opening, _, _ = whole.removeprefix(asked).partition(_ANSWER)
+        if whole.startswith(asked) and opening.strip():
+            yield DATA.warning(
+                f"data.chat_template: it writes {opening!r} in front of an answer, and does not "
+                "end a prompt with it, so the policy has to write it: add "
+                "{% if add_generation_prompt %} with this text at its end"
+            )
+
+
+_ANSWER = "streamrlanswer"
 
 
 def _require_rendered(load: "LoadRenderer", prompts: Sequence[Prompt]) -> None:
@@ -523,7 +554,8 @@ def _size(prompts: PromptSource) -> int | None:
 
 
 def _shown(prompt: Prompt) -> str:
-    return shown(prompt.content)
+    """The text of the last message, since many prompts begin with the same system message."""
+    return shown(_texts(prompt)[-1])
 
 
 _HELD = {

@@ -72,6 +72,16 @@ def test_prompts_that_differ_in_case_and_blanks_alone_are_the_same(folder):
     assert sentence.startswith("data.eval_source: 2 of the 2 held-out prompts are also in")
 
 
+def test_a_conversation_is_shown_by_its_last_message(folder):
+    turns = [
+        {"role": "system", "content": "Reply briefly. " * 9},
+        {"role": "user", "content": "c?"},
+    ]
+    (folder / "chat.jsonl").write_text(json.dumps({"prompt": turns, "answer": "x"}))
+    (sentence,) = warnings(source="chat.jsonl", eval_source="chat.jsonl")
+    assert "such as 'c?' (line 1 of" in sentence
+
+
 def test_prompts_of_a_users_own_are_counted(folder):
     (sentence,) = warnings(source="own.py:Stream", eval_source="new.jsonl")
     assert sentence.startswith("data.eval_source: 20 of the 20 held-out prompts are also in")

@@ -1,0 +1,40 @@
+"""What `streamrl check` says of a chat template whose prompts do not open the answer."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.check.data import check_data
+from streamrl.config import RunConfig
+from streamrl.findings import Severity
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+INSTRUCTIONS = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+def warnings(template: Path) -> list[str]:
+    data = {"source": "copy", "chat_template": template}
+    found = check_data(RunConfig.model_validate({"model": {"path": "unused"}, "data": data}))
+    return [f.sentence for f in found if f.severity is Severity.WARNING]
+
+
+def test_a_template_that_leaves_the_opening_of_an_answer_to_the_policy_is_warned_of(tmp_path):
+    (tmp_path / "chat.jinja").write_text(TURNS)
+    (sentence,) = warnings(tmp_path / "chat.jinja")
+    assert sentence.startswith("data.chat_template: it writes '<assistant>' in front of an answer")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}",
+        INSTRUCTIONS,
+        "{% for m in messages %}{{ raise_exception('no roles') }}{% endfor %}",
+    ],
+)
+def test_one_that_opens_it_or_needs_no_opening_is_not(tmp_path, text):
+    (tmp_path / "chat.jinja").write_text(text)
+    assert warnings(tmp_path / "chat.jinja") == []
