@@ -22,7 +22,12 @@ from streamrl.model_folder import local_folder
 from streamrl.placement.hosts import this_machine, torch_has_cuda
 from streamrl.placement.limits import expert_bytes, require_liger
 from streamrl.placement.make_plan import make_plan
-from streamrl.placement.memory import DoesNotFitError, LearnerMemory, ModelShape
+from streamrl.placement.memory import (
+    DoesNotFitError,
+    LearnerMemory,
+    ModelShape,
+    engine_need,
+)
 from streamrl.placement.plan import Plan, gib
 from streamrl.placement.seats import counted, devices_per_engine
 
@@ -142,6 +147,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
         )
     yield from plan.notes
     yield from _needs(plan)
+    yield from _without_gpu(config, plan)
     yield from _host_of_learner(config, plan)
     yield CONFIGURATION.ok(f"learner.device: {config.learner.device}, {counted(hosts)}")
 
@@ -158,6 +164,33 @@ def _needs(plan: Plan) -> Iterator[Finding]:
                 f"{need.describe()}",
                 cause=process.name,
             )
+
+
+def _without_gpu(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Warn if the processes here that have no GPU certainly need more than this machine's memory;
+    swap might do."""
+    shape, memory = ModelShape.of(config), read_machine().usable_memory
+    if shape is None or not memory:
+        return
+    needs: dict[str, int] = {}
+    num_ranks = sum(process.num_ranks for process in plan.processes if process.role == "learner")
+    of_learner = LearnerMemory(config, shape, num_ranks, critic=ModelShape.of_critic(config))
+    for process in plan.processes:
+        of_role = config.for_validator() if process.role == "validator" else config
+        if process.devices or process.host != "here":
+            continue
+        if process.role == "learner":
+            needs[process.name] = process.num_ranks * of_learner.need().certain_bytes
+        elif process.role != "buffer" and of_role.generator.engine == "hf":
+            need = engine_need(of_role.generator, shape, config.max_model_len)
+            needs[process.name] = need.certain_bytes
+    if sum(needs.values()) > memory:
+        largest = max(needs, key=needs.__getitem__)
+        yield MEMORY.warning(
+            f"model.path: {len(needs)} processes need at least {gib(sum(needs.values()))} of this "
+            f"machine's memory ({largest} {gib(needs[largest])}), which has {gib(memory)}: lower "
+            "generator.count, or name a smaller model"
+        )
 
 
 def _host_of_learner(config: RunConfig, plan: Plan) -> Iterator[Finding]:

@@ -65,6 +65,20 @@ def test_what_may_not_fit_is_a_warning_and_what_cannot_a_problem(config, monkeyp
     assert str(refusal.value) == problem.sentence, "a launch refuses it in the same words"
 
 
+@pytest.mark.parametrize(("gib", "num_generators"), [(64, 1), (64, 9), (8, 1)])
+def test_processes_without_a_gpu_are_warned_of_what_certainly_exceeds_the_memory(
+    config, monkeypatch, gib, num_generators
+):
+    monkeypatch.setattr(settings, "read_machine", lambda: Machine(memory=gib * 2**30))
+    generator = config.generator.model_copy(update={"count": num_generators})
+    found = of_memory(config.model_copy(update={"generator": generator}), one_host(0), monkeypatch)
+    start = f"model.path: {num_generators + 1} processes need at least "
+    fits = (gib, num_generators) == (64, 1)
+    assert [(f.severity, f.sentence.startswith(start)) for f in found] == (
+        [] if fits else [(Severity.WARNING, True)]
+    )
+
+
 @pytest.mark.parametrize(("num_gpus", "engine"), [(2, "hf"), (2, "vllm"), (0, "hf")])
 def test_the_engine_for_cpus_is_warned_of_on_a_gpu(config, monkeypatch, num_gpus, engine):
     changed = {"generator": config.generator.model_copy(update={"engine": engine})}
