@@ -155,12 +155,16 @@ class RowColumns:
             ConfigError: the first row lacks a column that all must have.
         """
         keys = {"prompt": None if self.template else self.prompt_key, "answer": self.answer_key}
-        for name, key in {**keys, **self.media.keys}.items():
+        keys |= self.media.keys
+        taken = {key for key in keys.values() if key is not None}
+        for name, key in keys.items():
             if key is not None and _value(row.fields, key) is _MISSING:
-                hint = did_you_mean(key, row.fields)
+                hint = did_you_mean(key, row.fields.keys() - taken or row.fields)
                 known = "reward_model.ground_truth"
                 if name == "answer" and _value(row.fields, known) is not _MISSING:
                     hint = f"did you mean {known!r}?"
+                elif name == "answer":
+                    hint += "; or set null, if no reward needs an answer"
                 raise ConfigError(f"data.{name}_key: {path} has no column {key!r}; {hint}")
 
     def prompt(self, row: Row) -> Prompt:

@@ -99,6 +99,22 @@ def test_a_file_that_holds_no_prompts_is_refused(tmp_path, text, sentence):
         open_prompts(DataSettings(source=str(tmp_path / "rows.jsonl")), seed=0)
 
 
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            {"prompt_key": "question", "answer_key": "solution"},
+            "data.answer_key: .*; allowed: reply; or set null, if no reward needs an answer$",
+        ),
+        ({"answer_key": "reply"}, "data.prompt_key: .*; allowed: question$"),
+    ],
+)
+def test_a_missing_column_is_none_that_another_key_names(tmp_path, keys, sentence):
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "reply": "b"}')
+    with pytest.raises(ConfigError, match=sentence):
+        open_prompts(DataSettings(source=str(tmp_path / "rows.jsonl"), **keys), seed=0)
+
+
 GOOD = {"prompt": "q", "answer": "a"}
 TEXT = (
     "it must be text, or a list of messages that have a role and a content; else set "
