@@ -182,7 +182,8 @@ def open_held_out(data: DataSettings) -> ConcatenatedPrompts:
     for source in () if data.eval_sources else data.sources:
         if _has_rows(source.path) or is_user_code(source.path):
             raise ConfigError(
-                f"data.eval_source: is needed to evaluate; data.source is {source.path}"
+                "data.eval_source: is needed to evaluate, since data.source "
+                f"{source.path} holds no prompts out"
             )
     parts = [_open(data, setting, source, None) for source in data.eval_sources or data.sources]
     limit = data.num_eval_prompts

@@ -108,7 +108,7 @@ def _of_groups(c: "RunConfig") -> Iterator[str]:
     places = [entry.place or "generator." for entry in c.entries if entry.group_size == 1]
     if places and algorithm.reads_rewards and algorithm.advantage in _COMPARE_SIBLINGS:
         yield f"""$algorithm.advantage compares siblings, and with {places[0]}group_size 1 there are
-            none; use reinforce_plus_plus, or a group"""
+            none; use reinforce_plus_plus, or a larger group_size"""
 
 
 def _of_what_is_recorded(c: "RunConfig") -> Iterator[str]:

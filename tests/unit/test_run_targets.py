@@ -90,9 +90,7 @@ def test_a_finished_run_is_known_from_its_folder_alone(tmp_path, capsys, other_s
     config = at_port(config, other_server.getsockname()[1])
     assert call(command, config.run.path) == 1
     error = capsys.readouterr().err
-    assert (
-        f"no process of {config.run.path} is running: finished with step 6 of 6, 0 s ago" in error
-    )
+    assert f"no buffer of {config.run.path} is running: finished with step 6 of 6, 0 s ago" in error
     assert call(command, config.run.path / "config.yaml") == 1
     with pytest.raises(BlockingIOError):
         other_server.accept()
@@ -197,7 +195,7 @@ def test_status_says_how_the_launch_ended(
     assert (found["state"], found["healthy"]) == ("failed", False)
     assert [f["sentence"] for f in found["findings"]] == [f"failed: {sentence}"]
     assert main(["generators", "runs/run"]) == 1
-    assert f"no process of runs/run is running: failed: {sentence}" in capsys.readouterr().err
+    assert f"no buffer of runs/run is running: failed: {sentence}" in capsys.readouterr().err
     assert main(["status", "runs/run", "--follow"]) == 0
 
     with pytest.raises(Interrupted), reported(config, launch, Console()):

@@ -66,7 +66,7 @@ async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
         )
         if is_over:
             how = outcome(reading) or "no learner has reported, and nothing listens at buffer.url"
-            raise StreamRLError(f"no process of {found.run.path} is running: {how}")
+            raise StreamRLError(f"no buffer of {found.run.path} is running: {how}")
         deadline_s = min(_DEADLINE_S, found.buffer.deadline_s)
         found = found.with_values(buffer={"deadline_s": deadline_s})
     elif not await _is_listening(found):

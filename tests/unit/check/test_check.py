@@ -194,7 +194,10 @@ TRAPS = [
     (["data.source=cpoy"], r"data\.source: was 'cpoy'.*did you mean 'copy'"),
     (["data.source=rows.jsonl", "data.prompt_key=promt"], r"data\.prompt_key: .*mean 'prompt'"),
     (["data.source_kwargs={min_length: 9}"], r"data\.source_kwargs: copy with .*ValueError"),
-    (["data.source=rows.jsonl", "run.evaluate=true"], r"data\.eval_source: is needed to evaluate"),
+    (
+        ["data.source=rows.jsonl", "run.evaluate=true"],
+        r"data\.eval_source: is needed to evaluate, since data\.source rows\.jsonl holds no",
+    ),
     (
         ["data.source=rows.jsonl", "run.evaluate=true", "data.eval_source=no.jsonl"],
         r"data\.\w*source: cannot read no\.jsonl",
