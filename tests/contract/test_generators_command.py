@@ -52,7 +52,7 @@ def test_generators_are_listed_and_scheduled(backend: str, tmp_path: Path, capsy
         table = capsys.readouterr().out.splitlines()
         assert table[0].split() == [
             *("generator", "state", "version", "behind", "leases", "oldest", "lease"),
-            *("prompts", "tokens/s", "busy", "KV", "pause", "heartbeat"),
+            *("sequences", "tokens/s", "busy", "KV", "pause", "heartbeat"),
         ]
         assert table[1].startswith("late")
         assert "catching up" in table[1]

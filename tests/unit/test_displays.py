@@ -129,6 +129,8 @@ def test_rewards_are_labeled_alike_in_every_display(tmp_path, capsys):
     assert f"held-out reward {held_out}" in view
     assert change in shown(config)
     assert held_out in shown(config)
+    main(["status", str(config.run.path), "--json"])
+    assert json.loads(capsys.readouterr().out)["evaluation"] == {**evaluation, "num_failed": 2}
     main(["status", str(config.run.path)])
     text = capsys.readouterr().out
     assert "step 6 of 550, training reward 0.550 (mean of the last 2 steps)" in text

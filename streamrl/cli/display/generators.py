@@ -83,14 +83,14 @@ _COLUMNS: dict[str, Callable[[GeneratorRow], Any]] = {
     "behind": lambda row: row.num_versions_behind,
     "leases": lambda row: row.num_leases,
     "oldest lease": lambda row: _seconds(row.oldest_lease_s),
-    "prompts": lambda row: row.num_active,
+    "sequences": lambda row: row.num_active,
     "tokens/s": lambda row: None if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",
     "busy": lambda row: _percent(row.busy_frac),
     "KV": lambda row: _percent(row.kv_usage),
     "pause": lambda row: _percent(row.pause_frac),
     "heartbeat": lambda row: _seconds(row.heartbeat_age_s),
 }
-_NARROW = frozenset(_COLUMNS) - {"behind", "oldest lease", "prompts"}
+_NARROW = frozenset(_COLUMNS) - {"behind", "oldest lease", "sequences"}
 
 
 def generator_table(rows: Iterable[GeneratorRow], *, is_narrow: bool = False) -> Table:
