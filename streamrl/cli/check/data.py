@@ -345,6 +345,8 @@ def _check_gold(data: DataSettings, setting: str, prompts: PromptSource) -> Iter
             continue
         of_all = f"{len(refused)} of the first {len(own)} rows" if len(own) > 1 else "the first row"
         sentence = f"{field}: {reward.reward} cannot score {of_all} of {setting}; {refused[0]}"
+        if data.source == "environment":
+            sentence += "; the reward environment is what the environment itself gives"
         yield (DATA.problem if len(refused) == len(own) else DATA.warning)(sentence)
 
 

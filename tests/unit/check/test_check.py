@@ -202,6 +202,10 @@ TRAPS = [
         ["data.source=rows.jsonl", "run.evaluate=true", "data.eval_source=no.jsonl"],
         r"data\.\w*source: cannot read no\.jsonl",
     ),
+    (
+        ["data.source=environment"],
+        r"data\.reward: exact_match cannot score .*; the reward environment is what the env",
+    ),
     (["data.source=chat.jsonl"], r"data\.chat_template: was native.*no chat template"),
     (
         ["data.source=rows.jsonl", "data.max_prompt_length=2"],
