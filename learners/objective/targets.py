@@ -334,9 +334,11 @@ class TargetCollector:
             returns=credit.returns,
             is_finite=is_finite,
         )
-        if targets.proximal_logprobs is None or sampled is None:
+        if targets.proximal_logprobs is None:
             return targets, credit.metrics
-        targets, metrics = self._corrected(batch, targets, sampled, range(len(batch)))
+        targets, metrics = self._corrected(
+            batch, targets, targets.proximal_logprobs, range(len(batch))
+        )
         return targets, {**credit.metrics, **metrics}
 
     def of_update(
@@ -356,18 +358,14 @@ class TargetCollector:
             return targets, {}
         num_tokens = batch.sequences.num_tokens
         logprobs = self.ranks.sum(self.passes.logprobs(micro_batches, num_tokens))
-        is_finite = finite_sequences(batch.sequences, logprobs)
-        finite = partial(_finite, is_finite=batch.sequences.expand(is_finite))
-        targets = replace(targets, is_finite=targets.is_finite & is_finite)
-        sampled = finite(logprobs, targets.behavior_logprobs)
-        assert sampled is not None, "a pass has made them"
-        return self._corrected(batch, targets, sampled, chosen)
+        is_finite = targets.is_finite & finite_sequences(batch.sequences, logprobs)
+        return self._corrected(batch, replace(targets, is_finite=is_finite), logprobs, chosen)
 
     def _corrected(
         self, batch: TrainingBatch, targets: Targets, logprobs: torch.Tensor, chosen: Sequence[int]
     ) -> tuple[Targets, dict[str, float]]:
         """The targets with one correction over all of these trajectories, and its metrics;
-        `logprobs` [R] are the batch's."""
+        `logprobs` [R] are the batch's. Non-finite sequences are in neither."""
         rows, rescored = batch.rows(chosen), targets.rescored_logprobs
         config = self.config.algorithm
         found = correct(

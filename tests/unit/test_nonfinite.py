@@ -92,6 +92,22 @@ def test_the_gradient_is_that_of_the_batch_without_it(value, mode):
         assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4), name
 
 
+@pytest.mark.parametrize(
+    "algorithm", [{"proximal": "recompute"}, {"proximal": "behavior", "loss": "reinforce"}]
+)
+def test_a_correction_over_the_batch_is_that_of_the_batch_without_it(algorithm):
+    algorithm = {"advantage": "reinforce", "rollout_is": {"batch_normalize": True}, **algorithm}
+    trainer, clean = (trainer_with_poison(algorithm=algorithm) for _ in range(2))
+    batch = TrainingBatch.of(poisoned(make_groups(), *BAD), 4)
+    found, metrics = gradients(trainer, lambda: trainer.step(batch))
+    smaller = TrainingBatch.of(without(make_groups(), *BAD), 4)
+    expected, expected_metrics = gradients(clean, lambda: clean.step(smaller))
+    assert_equal(found, expected)
+    for name in expected_metrics:
+        if name.startswith("mismatch/"):
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4), name
+
+
 def test_each_is_logged_with_its_prompt(caplog):
     trainer = trainer_with_poison()
     groups = [structs.replace(g, prompt_index=70 + i) for i, g in enumerate(make_groups())]

@@ -12,8 +12,8 @@ Deliberate differences from verl:
 - the standard deviation is computed in two float64 passes (one pass reads 0 for a true 1e-4);
 - besides the metrics of the raw weights, which look healthy even if three quarters of the sequences
   are clipped away, there are `rollout_is_applied_*` and `staleness_*`;
-- empty sequences enter no mean, minimum or fraction, and sequences with a NaN or infinite
-  log-probability are dropped (`nonfinite_sequence_fraction`).
+- empty sequences, and those with a NaN or infinite log-probability, enter no mean, minimum or
+  fraction.
 """
 
 from streamrl.algorithms.rollout_is.statistics import (

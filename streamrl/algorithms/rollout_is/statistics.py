@@ -80,7 +80,7 @@ class RolloutISStatistics:
     """
 
     counts: Tensor
-    """[3] tokens, sequences, and non-finite sequences, which enter no other statistic."""
+    """[2] finite tokens and sequences."""
     sum_names: tuple[str, ...]
     sums: Tensor
     extreme_names: tuple[str, ...]
@@ -161,11 +161,9 @@ class RolloutISStatistics:
         return {name: float(value) for name, value in named.items()}
 
     def _named(self, config: RolloutISSettings, percentiles: Tensor) -> dict[str, Tensor]:
-        num_tokens, num_sequences, num_nonfinite = self.counts
-        seen = num_sequences + num_nonfinite
-        nonfinite = {"mismatch/nonfinite_sequence_fraction": num_nonfinite / seen.clamp(min=1)}
+        num_tokens, num_sequences = self.counts
         if num_tokens == 0:
-            return nonfinite if seen else {}
+            return {}
         sums = dict(zip(self.sum_names, self.sums, strict=True))
         divisors = {
             Merge.TOKENS: num_tokens,
@@ -182,7 +180,7 @@ class RolloutISStatistics:
         of_extremes = zip(self.extreme_names, self.extremes, strict=True)
         extremes = {name: _as_maximum(name, value) for name, value in of_extremes}
         distribution = self._distribution(config, extremes, percentiles)
-        named = nonfinite | ess | means | extremes | distribution
+        named = ess | means | extremes | distribution
         of_none = _OF_WEIGHTS if config.threshold is None else _OF_APPLIED
         hidden = frozenset[str]() if config.applies_weights else of_none
         return {k: v for k, v in named.items() if k not in hidden} | self._by_staleness()

@@ -106,7 +106,7 @@ def measure_shard(
             torch.where(finite, ratio_sums, 0.0)[chosen],
             torch.where(finite, train_sums, 0.0)[chosen],
             Sequences.from_lengths(sequences.lengths[nonempty]).to(log_ratio.device),
-            torch.stack([tokens.sum(), finite[chosen].sum(), (~finite).sum()]).double(),
+            torch.stack([tokens.sum(), finite[chosen].sum()]).double(),
             config,
             staleness,
             None if rescored is None else rescored.double() - behavior,
@@ -127,14 +127,11 @@ def measure_shard(
         None if rescored is None else rescored[tokens],
         on_gpu=False,
     )
-    counts = shard.statistics.counts.clone()
-    counts[2] = (~finite).sum()
     return replace(
         shard,
         weights=shard.weights.new_zeros(len(tokens)).masked_scatter_(tokens, shard.weights),
         keep=tokens.masked_scatter(tokens, shard.keep),
         vetoed=torch.zeros_like(tokens).masked_scatter_(tokens, shard.vetoed),
-        statistics=replace(shard.statistics, counts=counts),
     )
 
 
