@@ -211,8 +211,9 @@ def otb(batch: AdvantageInput, config: AdvantageSettings) -> Tensor:
     if batch.squared_probabilities is not None:
         energies = 1 - 2 * logprobs.exp() + batch.squared_probabilities
     energies = energies * ratios.square() + _SMALLEST_NORM
-    before = torch.cat([energies.new_zeros(1), energies.cumsum(0)])
-    weights = before[1:] - before[starts]
+    # The sum from a response's end, of the responses in reverse: not a difference of two sums.
+    backward = Sequences.from_lengths(sequences.lengths.flip(0))
+    weights = discounted_sum(energies.flip(0), backward, 1.0).flip(0)
     places = torch.arange(len(logprobs), device=logprobs.device) - starts
     at_place = Groups.of(sequences.expand(groups.index) * max(sequences.longest, 1) + places)
     to_go = discounted_sum(batch.token_rewards.double(), sequences, 1.0)

@@ -80,6 +80,19 @@ def test_otb_scales_an_energy_by_the_squared_ratio_up_to_2() -> None:
     close(ADVANTAGES["otb"](responses(behavior), AdvantageConfig()), *expected)
 
 
+def test_otb_of_certain_tokens_is_the_mean_whatever_comes_before_them_in_the_batch() -> None:
+    num_others = 100_000
+    logprobs = torch.cat([torch.full((num_others,), -1.0), torch.zeros(3)]).double()
+    batch = AdvantageInput(
+        torch.cat([torch.zeros(num_others), torch.tensor([0.0, 1.0, 5.0])]).double(),
+        torch.tensor([0, 1, 1, 1]),
+        Sequences.from_lengths([num_others, 1, 1, 1]),
+        logprobs=logprobs,
+        behavior_logprobs=logprobs,
+    )
+    close(ADVANTAGES["otb"](batch, AdvantageConfig())[num_others:], -2, -1, 3)
+
+
 def rewarded_twice() -> AdvantageInput:
     """Two groups of two; the second reward is ten times as large in the first group."""
     components = torch.tensor([[1, 0], [0, 20], [1, 0], [1, 3]], dtype=torch.float64)
