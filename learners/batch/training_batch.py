@@ -523,6 +523,8 @@ def _judged(trajectory: Trajectory) -> NDArray[np.float32]:
         return column
     ends = np.cumsum([turn.num_completion_tokens for turn in trajectory.turns], dtype=np.int64)
     # Turns come from a generator: if they do not fit the tokens, their rewards are left out.
-    if ends[-1] == len(column):
-        np.add.at(column[:, 1], ends - 1, [turn.reward for turn in trajectory.turns])
+    if len(column) and ends[-1] == len(column):
+        # A first turn of which no token was sampled has none that its reward could stand at.
+        places = np.maximum(ends - 1, 0)
+        np.add.at(column[:, 1], places, [turn.reward for turn in trajectory.turns])
     return column

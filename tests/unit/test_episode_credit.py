@@ -277,6 +277,15 @@ def test_turns_that_do_not_fit_the_tokens_leave_the_reward_at_the_end():
     assert credit(algorithm, batch_of(odd)).advantages.tolist() == [7] * 4
 
 
+def test_the_reward_of_a_turn_without_tokens_goes_to_the_next_ones():
+    sampled = trajectory_of_turns([1.0, 0.0], reward=8.0)
+    empty = structs.replace(sampled.turns[0], num_completion_tokens=0, reward=5.0)
+    first = structs.replace(sampled, turns=(empty, *sampled.turns))
+    none = structs.replace(trajectory_of_turns([], reward=5.0), turns=(empty,))
+    algorithm = {"advantage": "reinforce", "reward": {"placement": "turn"}}
+    assert credit(algorithm, batch_of(first, none)).advantages.tolist() == [8, 3, 2, 2]
+
+
 def gradient(batch: TrainingBatch, **reward: object) -> dict[str, torch.Tensor]:
     """Of one step."""
     algorithm = {"advantage": "grpo", "reward": reward}
