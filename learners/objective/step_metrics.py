@@ -14,7 +14,8 @@ from streamrl.metrics import Merge, Writer, find
 from streamrl.types.rollouts import ALIKE_WITHIN
 
 MASKED = "learner/num_masked_updates"
-"""Updates that were skipped because no token contributed to the loss."""
+"""Updates that were not made because no token contributed to the loss."""
+_SKIPPED = "learner/skipped_update"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,9 @@ def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for update in updates for name in update)
     return {
         **{name: _together(name, updates) for name in names},
-        "learner/num_updates": sum(not update[MASKED] for update in updates),
+        "learner/num_updates": sum(
+            not update[MASKED] and not update.get(_SKIPPED) for update in updates
+        ),
     }
 
 
@@ -78,7 +81,7 @@ def _together(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     if row.merge is Merge.SUM:
         return sum(update.get(name, 0.0) for update in updates)
     is_of_critic = row.writer is Writer.CRITIC
-    skipped = "critic/skipped_update" if is_of_critic else "learner/skipped_update"
+    skipped = "critic/skipped_update" if is_of_critic else _SKIPPED
     having = [update for update in updates if name in update or row.absent is not None]
     trained = [update for update in having if not update[MASKED]]
     made = [update for update in trained if not update.get(skipped)]

@@ -337,6 +337,7 @@ def test_the_mean_of_a_step_leaves_out_updates_that_were_skipped():
     assert metrics["learner/grad_norm"] == 3.0
     assert metrics["critic/grad_norm"] == 1.5
     assert metrics["learner/skipped_update"] == 1.0
+    assert metrics["learner/num_updates"] == 1
     assert step_metrics.of_updates(updates[1:])["learner/grad_norm"] == -1.0
 
 
