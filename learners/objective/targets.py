@@ -57,9 +57,9 @@ def correct(
 ) -> RolloutIS:
     """The correction of these tokens [R] by `algorithm.rollout_is`.
 
-    Rejection and veto act under every `algorithm.proximal`; weights other than 0 and 1 do not where
-    the ratio of the loss is itself the importance ratio. Only `normalize_by` decides how tokens
-    that are taken out count in the denominators.
+    Rejection and veto act under every `algorithm.proximal`; the weights do not where the ratio of
+    the loss is itself the importance ratio. Only `normalize_by` decides how tokens that are taken
+    out count in the denominators.
 
     Args:
         logprobs: under the policy at the start of the batch if proximal is `recompute`, else under
