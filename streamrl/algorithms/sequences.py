@@ -158,16 +158,17 @@ class Groups:
         return (self.sizes == 1)[self.index]
 
     def mean(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
-        """[S] the group's mean, weighted by `weights` [S]; 0 if they sum to 0."""
+        """[S] the group's mean, weighted by `weights` [S]; its smallest score if they sum to 0."""
         weights = torch.ones_like(scores) if weights is None else weights
-        total = self._sum(weights)
-        return (self._sum(weights * scores) / torch.where(total == 0, 1.0, total))[self.index]
+        total, lowest = self._sum(weights), self._extreme(scores, "amin")
+        # From the smallest score on, so that the mean of equal scores is exactly that score.
+        above = self._sum(weights * (scores - lowest[self.index]))
+        return (lowest + above / torch.where(total == 0, 1.0, total))[self.index]
 
     def mean_by_log_weights(self, scores: Tensor, log_weights: Tensor) -> Tensor:
         """[S] the group's mean, weighted by exp(`log_weights` [S]); only differences within a group
         matter, so nothing overflows."""
-        largest = log_weights.new_full((len(self),), -torch.inf)
-        largest.scatter_reduce_(0, self.index, log_weights, "amax")
+        largest = self._extreme(log_weights, "amax")
         return self.mean(scores, (log_weights - largest[self.index]).exp())
 
     def std(self, scores: Tensor) -> Tensor:
@@ -178,6 +179,11 @@ class Groups:
     def _sum(self, scores: Tensor) -> Tensor:
         """[S] -> [G] sums."""
         return scores.new_zeros(len(self)).index_add_(0, self.index, scores)
+
+    def _extreme(self, scores: Tensor, which: Literal["amin", "amax"]) -> Tensor:
+        """[S] -> [G] the smallest or the largest of each group."""
+        of_none = scores.new_zeros(len(self))
+        return of_none.scatter_reduce_(0, self.index, scores, which, include_self=False)
 
     def lead(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """[G] the lead of the best over the second, and [G] the index in [S] of the best; every

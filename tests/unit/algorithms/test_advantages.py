@@ -43,6 +43,23 @@ def test_the_discounted_sum_agrees_with_the_recursion(lengths: list[int], gamma:
     torch.testing.assert_close(total, torch.tensor(expected, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "opob", "otb", "maxrl"])
+@pytest.mark.parametrize("reward", [0.1, 0.3, -0.7])
+def test_siblings_of_one_reward_have_no_advantage_at_all(name: str, reward: float) -> None:
+    """Not even a rounding error: a run looks for exactly 0 to say that it does not learn."""
+    logprobs = -torch.rand(21, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rewards = torch.zeros(21, dtype=torch.float64)
+    rewards[2::3] = reward
+    batch = AdvantageInput(
+        rewards,
+        torch.zeros(7).long(),
+        Sequences.from_lengths([3] * 7),
+        logprobs=logprobs,
+        behavior_logprobs=logprobs.flip(0),
+    )
+    assert not ADVANTAGES[name](batch, AdvantageConfig()).any()
+
+
 @pytest.mark.parametrize("name", ADVANTAGE_SETTINGS)
 def test_advantages_do_not_depend_on_the_order_of_trajectories(name: str) -> None:
     batch = _batch()
