@@ -19,6 +19,8 @@ from streamrl.errors import RolloutError
 from streamrl.interfaces import EnvironmentContext
 
 _NUM_REMEMBERED = 4096
+# A timer that is this late was not only waiting for other callbacks.
+_STOPPED_S = 1.0
 
 
 @dataclass(eq=False)
@@ -68,11 +70,17 @@ class OpenEpisode:
             self.result.set_exception(error)
 
     async def wait_for_silence(self, limit_s: float) -> None:
+        """Wait until the agent has asked for nothing for so long. The wait begins anew once this
+        process was stopped, as by a signal: a request may lie in its socket."""
+        heard_from_s = self._taken_at_s
         while True:
-            silent_s = min(self.session.silent_s, time.monotonic() - self._taken_at_s)
+            silent_s = min(self.session.silent_s, time.monotonic() - heard_from_s)
             if silent_s >= limit_s:
                 return
+            due_s = time.monotonic() + limit_s - silent_s
             await asyncio.sleep(limit_s - silent_s)
+            if time.monotonic() - due_s > _STOPPED_S:
+                heard_from_s = time.monotonic()
 
 
 class OpenEpisodes:

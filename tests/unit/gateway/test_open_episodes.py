@@ -1,9 +1,11 @@
 """An episode that is offered is taken, whoever else waits for one; and ends once."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from actors.gateway import open_episodes, session
 from actors.gateway.agent import AgentResult
 from actors.gateway.open_episodes import OpenEpisode, OpenEpisodes
 from actors.gateway.session import Session, SessionEndedError
@@ -39,3 +41,23 @@ async def test_an_episode_is_taken_where_the_agent_that_waited_longest_is_gone()
         await offering
         assert await second is episode
     assert episode.agent == "b"
+
+
+async def test_a_process_that_was_stopped_hears_the_agent_out_before_it_calls_it_silent(
+    monkeypatch,
+):
+    now_s, slept_s = 0.0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        is_stopped = not slept_s
+        slept_s.append(seconds)
+        now_s += 1000 if is_stopped else seconds
+
+    for module in (open_episodes, session):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    episode = make_episode()
+    episode.take("me")
+    await episode.wait_for_silence(5.0)
+    assert slept_s == [5.0, 5.0]
