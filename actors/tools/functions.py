@@ -134,18 +134,21 @@ class _FunctionSession:
             inspect.signature(self.function).bind(**arguments)
         except TypeError as error:
             raise ToolError(str(error)) from error
-        if inspect.iscoroutinefunction(inspect.unwrap(self.function)):
-            with attributed_to(name, ToolError):
-                return as_text(await self.function(**arguments))
         try:
-            return await self.threads.run(partial(self._run, name, arguments))
+            result = await self.threads.run(partial(self._run, name, arguments))
         except RolloutError as error:
             raise ToolError(str(error)) from error
-
-    def _run(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Run the function. Called in a thread."""
+        if not inspect.isawaitable(result):
+            return str(result)
         with attributed_to(name, ToolError):
-            return as_text(self.function(**arguments))
+            return as_text(await result)
+
+    def _run(self, name: str, arguments: Mapping[str, Any]) -> object:
+        """The function's result as text, or what is still to be awaited: a wrapper may return a
+        coroutine without being one. Called in a thread."""
+        with attributed_to(name, ToolError):
+            result = self.function(**arguments)
+            return result if inspect.isawaitable(result) else as_text(result)
 
     async def close(self) -> None:
         if self.end is None:

@@ -34,6 +34,14 @@ async def later(text: str) -> dict:
     await asyncio.sleep(0.01)
     return {"text": text}
 
+def wrapped(text: str) -> dict:
+    """Answers later.
+
+    Args:
+        text: What to answer.
+    """
+    return later(text)
+
 def fail(reason: str) -> str:
     """Fails.
 
@@ -158,9 +166,10 @@ class TestFunctions:
         }
         assert await answer(tools, "add", a=2, b=3) == "5"
 
-    async def test_a_coroutine_and_a_result_that_is_no_text(self, own: Path) -> None:
-        tools = await open_tools(f"{own}:later")
-        assert await answer(tools, "later", text="schön") == '{"text": "schön"}'
+    @pytest.mark.parametrize("name", ["later", "wrapped"])
+    async def test_a_coroutine_and_a_result_that_is_no_text(self, own: Path, name: str) -> None:
+        tools = await open_tools(f"{own}:{name}")
+        assert await answer(tools, name, text="schön") == '{"text": "schön"}'
 
     async def test_a_class_keeps_the_state_of_one_episode(self, own: Path) -> None:
         settings = ToolSettings(tool=f"{own}:Notes", kwargs={"first": "one"})
