@@ -332,7 +332,7 @@ async def test_the_key_may_stand_in_the_path():
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"n": 2}, "n: was 2, which is not supported"),
+        ({"n": 2}, "n: was 2, which is not supported; leave it out"),
         ({"extra_body": {"n": True}}, "n: was True, which is not supported"),
         ({"extra_body": {"presence_penalty": False}}, "presence_penalty: was False"),
         ({"stop": ["x"]}, "stop: was ['x']"),

@@ -144,7 +144,7 @@ def converted(body: Json, form: type[Form], neutral: Mapping[str, Sequence[Any]]
         # In Python true equals 1, and false 0.
         alike = [one for one in allowed if isinstance(one, bool) == isinstance(value, bool)]
         if allowed and value is not None and value not in alike:
-            raise RequestError(f"{name}: was {value!r}, which is not supported")
+            raise RequestError(f"{name}: was {value!r:.60}, which is not supported; leave it out")
     left = {name: value for name, value in body.items() if name not in neutral}
     given = {name: value for name, value in left.items() if value is not None}
     try:
