@@ -24,7 +24,7 @@ from actors.gateway.agent import AgentResult
 from actors.gateway.apis.requests import Json
 from actors.gateway.open_episodes import OpenEpisode
 from streamrl.config.secrets import REDIS_PASSWORD
-from streamrl.errors import LostAgentError, RolloutError
+from streamrl.errors import LostAgentError, RolloutError, did_you_mean
 from streamrl.user_code import attributed_to, is_finite_number, load_user_code
 
 
@@ -109,7 +109,7 @@ class CommandAgent:
             try:
                 process = await _start(filled(self._command, task), task, output.descriptor)
             except (OSError, ValueError) as error:
-                # A row's text may be too long for an argument, or contain a NUL.
+                # A row's text may be missing, too long for an argument, or contain a NUL.
                 raise LostAgentError(
                     f"{name} cannot be started ({episode.place}): {error}"
                 ) from error
@@ -183,7 +183,10 @@ async def _start(command: Sequence[str], task: Json, output: int) -> asyncio.sub
 
 
 def filled(command: Sequence[str], task: Json) -> list[str]:
-    """Replace names in braces by the task's texts; other braces stay.
+    """Replace names in braces by the task's texts; other braces within a word stay.
+
+    Raises:
+        ValueError: a word is a name in braces, and the task has no such text.
 
     >>> filled(["{question}?", "{}"], {"row": {"question": "why"}, "messages": [], "answer": ""})
     ['why?', '{}']
@@ -192,7 +195,12 @@ def filled(command: Sequence[str], task: Json) -> list[str]:
     values = {**task["row"], "prompt": last, "answer": task["answer"]}
 
     def value(match: re.Match[str]) -> str:
-        return str(values.get(match[1], match[0]))
+        name, word = match[1], match.string
+        if name not in values and match[0] == word:
+            raise ValueError(
+                f"{word}: its row has no column {name!r}; {did_you_mean(name, values)}"
+            )
+        return str(values.get(name, match[0]))
 
     return [re.sub(r"\{(\w+)\}", value, word) for word in command]
 

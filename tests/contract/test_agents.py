@@ -241,13 +241,13 @@ class TestFunctions:
 class TestCommands:
     async def test_it_plays_in_its_own_process(self, command):
         words = command(
-            "assert sys.argv[1:] == ['what?', 'a-5', '{else}'], sys.argv\n"
+            "assert sys.argv[1:] == ['what?', 'a-5', '${else}'], sys.argv\n"
             "task = json.load(urllib.request.urlopen(os.environ['STREAMRL_SESSION_URL']))\n"
             "assert task['messages'][-1]['content'] == 'what?'\n"
             "answer = ask(url, key)\n"
             "url = os.environ['STREAMRL_SESSION_URL'] + '/reward'\n"
             "post(url, {'reward': 2, 'metrics': {'x': 3}})",
-            *("{prompt}", "{answer}-{id}", "{else}"),
+            *("{prompt}", "{answer}-{id}", "${else}"),
         )
         async with serving(command=words, reward="environment") as episodes:
             rollout = await episodes.run()

@@ -11,9 +11,14 @@ from tests.unit.gateway.parts import SAMPLING, PlainRenderer, ScriptedEngine
 
 
 @pytest.mark.parametrize(
-    ("prompt", "reason"), [("a\0b", "null byte"), ("a" * 2**18, "Argument list too long")]
+    ("word", "prompt", "reason"),
+    [
+        ("{prompt}", "a\0b", "null byte"),
+        ("{prompt}", "a" * 2**18, "Argument list too long"),
+        ("{promt}", "a", r"\{promt\}: its row has no column 'promt'; did you mean 'prompt'\?"),
+    ],
 )
-async def test_a_row_that_no_argument_holds_costs_its_group(prompt: str, reason: str):
+async def test_a_row_that_no_argument_holds_costs_its_group(word: str, prompt: str, reason: str):
     renderer = PlainRenderer()
     context = EnvironmentContext(Prompt(prompt, "", origin="row 3 of x"), (), renderer)
     session = Session(ScriptedEngine(), renderer, SAMPLING, max_model_len=9)
@@ -22,4 +27,4 @@ async def test_a_row_that_no_argument_holds_costs_its_group(prompt: str, reason:
     task = {**urls, "messages": renderer.messages(context.prompt), "row": {}, "answer": ""}
     sentence = rf"^agent `true .*` cannot be started \(row 3 of x, episode 0\): .*{reason}"
     with pytest.raises(LostAgentError, match=sentence):
-        await CommandAgent(["true", "{prompt}"]).run(episode, task)
+        await CommandAgent(["true", word]).run(episode, task)
