@@ -335,6 +335,9 @@ def _of_episodes(c: "RunConfig") -> Iterator[str]:
     if episode.turn_deadline_s is not None and episode.turn_deadline_s >= group_s:
         yield """$generator.episode.turn_deadline_s cannot act: $generator.group_deadline_s ends the
             whole episode before; it must be below that"""
+    if episode.turn_deadline_s is not None and all(e.environment == "agent" for e in c.entries):
+        yield """$generator.episode.turn_deadline_s cannot act: agents take turns at their own pace,
+            within $generator.group_deadline_s and $generator.agent.silence_s; leave it out"""
     if episode.max_in_flight is not None and episode.max_in_flight < c.max_num_episodes:
         yield f"""$generator.episode.max_in_flight cannot hold one group, which is sampled as
             {c.max_num_episodes} episodes ({_largest_group(c)} and what is sampled beside them)"""

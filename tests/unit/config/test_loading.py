@@ -238,6 +238,10 @@ def test_a_wrong_setting_is_refused_with_its_place(tmp_path):
             ["generator.episode.turn_deadline_s 60", "generator.group_deadline_s 60"],
         ),
         (
+            ["generator.episode.turn_deadline_s=60", "generator.environment=agent"],
+            ["generator.episode.turn_deadline_s 60", "agents take turns at their own pace"],
+        ),
+        (
             ["generator.episode.max_in_flight=7"],
             ["generator.episode.max_in_flight 7", "group_size 8"],
         ),
