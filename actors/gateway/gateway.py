@@ -80,6 +80,7 @@ class Gateway:
         episode = OpenEpisode(session, context, needs_reward=needs_reward)
         agent = self._agents[name]
         self._episodes.add(episode)
+        end = "the episode is over"
         try:
             if agent is None:
                 await self._offered(episode)
@@ -87,8 +88,11 @@ class Gateway:
             async with self._places:
                 running = asyncio.create_task(agent.run(episode, self._task(episode)))
                 return await self._ended(episode, running)
+        except RolloutError as error:
+            end = f"{end}: {error}"
+            raise
         finally:
-            self._episodes.close(episode, "the episode is over")
+            self._episodes.close(episode, end)
 
     async def _offered(self, episode: OpenEpisode) -> None:
         """Offer the episode and wait until an agent has taken it."""

@@ -358,7 +358,8 @@ class TestAgentsThatAsk:
                 await running
             late = await http.post(f"{taken.json()['session_url']}/reward", json={"reward": 1})
             assert late.status_code == 410
-            assert late.json()["error"]["message"] == "the episode is over"
+            message = late.json()["error"]["message"]
+            assert message.startswith("the episode is over: agent 'me' has asked for nothing")
 
     async def test_waiting_for_a_completion_is_no_silence(self):
         async with serving(silence_s=5.0) as episodes, client() as http:
