@@ -303,6 +303,20 @@ class TestMessages:
             with pytest.raises(anthropic.BadRequestError, match="role 'system' is not supported"):
                 await played.anthropic.messages.create(model="m", max_tokens=4, messages=messages)
 
+    async def test_the_loop_of_the_client_goes_on_without_threads(self):
+        @anthropic.beta_async_tool
+        async def add(x: str) -> str:
+            """adds"""
+            return f"{x}+"
+
+        async with playing("add(1);", "2;") as played:
+            runner = played.anthropic.beta.messages.tool_runner(
+                model="m", max_tokens=9, messages=[QUESTION], tools=[add]
+            )
+            last = await runner.until_done()
+            assert last.content[0].text == "2"
+            assert played.recorded == ["<add>u:q;>add(1);t:1+;>2;"]
+
     async def test_a_stream(self):
         async with playing("a;", "add(1)") as played:
             messages = played.anthropic.messages

@@ -35,6 +35,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Claude Code begins its instructions with a block about its accounts, which differs in every
 # request, so with it no conversation would extend an earlier one.
 _ABOUT_ACCOUNTS = "x-anthropic-"
+# With this code, the loop of Anthropic's client asks again without a thread.
+_UNTHREADED = "thread_unsupported_request"
 # Blocks of an answer that the policy is not shown.
 _THOUGHTS = ("thinking", "redacted_thinking")
 _ERRORS = {
@@ -81,6 +83,9 @@ def _read(body: Json, session: Session) -> ApiRequest:
         said = {name: value for name, value in config.items() if value is not None}
         said.pop("effort", None)
         body = {**body, "output_config": said}
+    if body.get("thread") is not None:
+        sentence = "thread: conversations are not kept here; send all messages, without it"
+        raise RequestError(sentence, code=_UNTHREADED)
     asked = converted(body, _Body, _NEUTRAL)
     system = _instructions(asked.system)
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -204,9 +209,10 @@ def _event(name: str, **fields: Any) -> tuple[str, Json]:
 
 def write_error(error: RequestError) -> Json:
     server = "api_error" if error.status >= 500 else "invalid_request_error"
+    details = {"details": {"error_code": error.code}} if error.code else {}
     return {
         "type": "error",
-        "error": {"type": _ERRORS.get(error.status, server), "message": str(error)},
+        "error": {"type": _ERRORS.get(error.status, server), "message": str(error), **details},
     }
 
 

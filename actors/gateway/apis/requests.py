@@ -19,7 +19,7 @@ Integer = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 
 
 class RequestError(Exception):
-    """A request is refused, with this HTTP status and OpenAI's code, if there is one."""
+    """A request is refused, with this HTTP status and the API's code, if there is one."""
 
     def __init__(self, sentence: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(sentence)
