@@ -92,6 +92,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._source = source
+        self._roles: dict[str, bool] = {}
+        """Whether the template shows messages of a role, as far as probed."""
 
     def render(
         self,
@@ -115,7 +117,7 @@ class ChatTemplate:
             read = _with_json_arguments(read)
         try:
             return self._rendered(
-                _in_parts(read) if self._wants_parts else read,
+                self._as_read(read),
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=is_open and not is_begun,
                 continue_final_message=is_begun,
@@ -148,6 +150,20 @@ class ChatTemplate:
             raise ConfigError(
                 f"{_REFUSED} leaves out messages of the role system, so the policy would not read "
                 f"{setting}; name a template that renders them"
+            )
+
+    def require_role(self, role: str) -> None:
+        """Raise ConfigError if the template leaves out messages of the role. One that it refuses
+        raises its own error where it is rendered."""
+        if role not in self._roles:
+            probe = {"role": role, "content": _PROBE}
+            orders = ([probe, _ASKED], [_ASKED, probe])
+            texts = [self._probed(*self._as_read(order)) for order in orders]
+            self._roles[role] = not any(texts) or any(_PROBE in text for text in texts)
+        if not self._roles[role]:
+            raise ConfigError(
+                f"{_REFUSED} leaves out messages of the role {role!r}, so the policy would not "
+                "read them; name a template that renders them, or another role"
             )
 
     def require_tool_results(self) -> None:
@@ -226,6 +242,9 @@ class ChatTemplate:
         given = self._probed(_ASKED, *_with_json_arguments([made]), tools=[PROBED_TOOL])
         is_lost = _PROBE not in text or str(arguments) in text
         return is_lost and _PROBE in given and repr(json.dumps(arguments)) not in given
+
+    def _as_read(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return _in_parts(messages) if self._wants_parts else messages
 
     def _probed(self, *messages: Message, **options: Any) -> str:
         """Render messages unchanged; "" if the template cannot."""

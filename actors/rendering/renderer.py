@@ -316,8 +316,11 @@ class ChatRenderer:
                 f"data.chat_template: {place} is a list of messages, but the "
                 "tokenizer has no chat template; name a Jinja file"
             )
-        if any(message.get("role") == "tool" for message in messages):
-            self._template.require_tool_results()
+        for role in {str(message.get("role")) for message in messages} - {"user", "assistant"}:
+            if role == "tool":
+                self._template.require_tool_results()
+            else:
+                self._template.require_role(role)
         return self._template
 
     def _encoded(self, text: str, messages: Sequence[Message], place: str) -> tuple[int, ...]:

@@ -120,6 +120,18 @@ def test_qwen3_keeps_the_thinking_that_was_sampled_where_the_template_drops_it()
     assert tuple(kept[len(opening) :][: len(thinking)]) == thinking
 
 
+def test_a_role_that_the_template_leaves_out_is_refused():
+    renderer = renderer_of(TEMPLATES / "chatml.jinja")
+    lost = {"role": "narrator", "content": "A door opens."}
+    sentence = "it leaves out messages of the role 'narrator'"
+    with pytest.raises(ConfigError, match=sentence):
+        renderer.encode_messages([QUESTION, lost])
+    with pytest.raises(ConfigError, match=sentence):
+        renderer.encode_reply([lost], renderer.encode_text("7"))
+    other = renderer_of(TEMPLATES / "llama3.jinja")
+    assert "A door opens." in other.decode(other.encode_messages([QUESTION, lost]))
+
+
 def test_a_reply_opens_a_turn_as_a_prompt_does():
     """A template that opens an empty thinking for the policy does so behind a reply, too."""
     text = (TEMPLATES / "qwen3.jinja").read_text()
