@@ -91,6 +91,17 @@ _COMMANDS = (
         r"\1\\frac{\2\\pi}{180}",
     ),
     (re.compile(r"\\binom\s*(\d|[a-zA-Z](?![a-zA-Z]))\s*(\d|[a-zA-Z])"), r"\\binom{\1}{\2}"),
+    # A letter in another type is that letter.
+    (
+        re.compile(
+            r"\\(?:text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|boldsymbol|bm|vec)"
+            r"\s*\{\s*([a-zA-Z])\s*\}"
+        ),
+        r" \1",
+    ),
+    # A derivative: math-verify would take that of y for 0.
+    (re.compile(r"\\frac\s*\{\s*d\s*([a-zA-Z])\s*\}\s*\{\s*d\s*([a-zA-Z])\s*\}"), r"D_{\1\2}"),
+    (re.compile(r"\\hat\s*\{\s*([ijk])\s*\}"), r" \1"),
     (re.compile(r"\\langle(?![a-zA-Z])"), "("),
     (re.compile(r"\\rangle(?![a-zA-Z])"), ")"),
     # For a set of numbers, the inequality that they satisfy.

@@ -23,7 +23,7 @@ from typing import Any
 
 from antlr4 import CommonTokenStream
 from antlr4.atn.PredictionMode import PredictionMode
-from latex2sympy2_extended import latex2sympy2
+from latex2sympy2_extended import NormalizationConfig, latex2sympy2
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, verify
 from sympy import (
     And,
@@ -59,13 +59,17 @@ from actors.rewards.answers import (
     written,
 )
 from actors.rewards.builtin import acceptable, compared, expression_to_match, math_at_once, no_gold
+from actors.rewards.units import unmeasured
 from streamrl.interfaces import Episode, Score
 
 # math-verify warns when it is called without a time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 _KEPT = 512
 Forms = tuple[LatexExtractionConfig | ExprExtractionConfig, ...]
-_FORMULA: Forms = (LatexExtractionConfig(),)
+# math-verify's own units include letters such as c, d and t, so 2d would be 2, and all that follows
+# \text or \mathrm, so 3 + 4\mathrm{i} would be 7.
+_WHOLE = NormalizationConfig(malformed_operators=True, nits=True)
+_FORMULA: Forms = (LatexExtractionConfig(normalization_config=_WHOLE),)
 """For a marked answer: if it is no formula, a number inside it would be another answer."""
 _ANYWHERE: Forms = (*_FORMULA, ExprExtractionConfig())
 _SLOW = (Derivative, Integral, Limit, Product, Sum)
@@ -165,7 +169,8 @@ def _score(episode: Episode, strict: bool) -> Score:
         undecided = [own[1] if (own := choice(gold)) else gold for gold in undecided]
     if empty := [gold for gold in undecided if not _parse(_marked_gold(gold), _FORMULA)]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
-    expression = latex(text) if marked is None else f"\\boxed{{{latex(given)}}}"
+    read = latex(unmeasured(text if marked is None else given))
+    expression = read if marked is None else f"\\boxed{{{read}}}"
     forms = _ANYWHERE if marked is None else _FORMULA
     parsed = [] if is_vast(expression) else _parse(expression, forms)
     if marked is None and not parsed:
@@ -176,7 +181,7 @@ def _score(episode: Episode, strict: bool) -> Score:
         _is_equal(_marked_gold(gold), expression, forms, strict) for gold in undecided
     )
     if not is_right and (chosen := choice(given)):
-        said = f"\\boxed{{{latex(chosen[1])}}}"
+        said = f"\\boxed{{{latex(unmeasured(chosen[1]))}}}"
         is_right = not is_vast(said) and any(
             _is_equal(_marked_gold(gold), said, _FORMULA, strict)
             for gold in undecided
@@ -201,7 +206,7 @@ def is_vast(formula: str) -> bool:
 
 
 def _marked_gold(gold: str) -> str:
-    inner = latex(gold)
+    inner = latex(unmeasured(gold))
     if inner.count("$") == 1:  # A currency.
         inner = inner.replace("$", "")
     return inner if "$" in inner or "\\boxed" in inner else f"\\boxed{{{inner}}}"

@@ -17,13 +17,14 @@ _SYMBOLS: dict[str, tuple[int | str, str]] = {
     **{"sec": (1, "s"), "hr": (3600, "s"), "lb": ("453.59237", "g"), "oz": ("28.349523125", "g")},
     **{"V": (1, "V"), "A": (1, "A"), "K": (1, "K"), "mol": (1, "mol"), "eV": (1, "eV")},
     **{"\\Omega": (1, "ohm"), "Ω": (1, "ohm"), "°": (1, "deg"), "°C": (1, "Celsius")},
-    **{"°F": (1, "Fahrenheit"), "\\$": (1, "$"), "$": (1, "$")},
+    **{"°F": (1, "Fahrenheit"), "\\$": (1, "$"), "$": (1, "$"), "rad": (1, "rad")},
 }
 _WORDS = {
     **{"meter": "m", "metre": "m", "gram": "g", "second": "s", "sec": "sec", "hour": "h"},
     **{"hr": "h", "minute": "min", "inch": "in", "foot": "ft", "feet": "ft", "yard": "yd"},
     **{"mile": "mi", "pound": "lb", "lb": "lb", "ounce": "oz", "degree": "°", "dollar": "$"},
     **{"ohm": "Ω", "newton": "N", "joule": "J", "watt": "W", "volt": "V"},
+    **{"radian": "rad"},
 }
 _FURTHER = {
     **{"cent": (Fraction(1, 100), {"$": 1}), "day": (Fraction(86400), {"s": 1})},
@@ -42,16 +43,36 @@ _METRIC_WORDS = frozenset({"meter", "metre", "gram", "second", "liter", "litre",
 _NAME = r"(?:°\s?[CF]?|\\Omega|Ω|[a-zA-Z]{1,12})"
 _FACTOR = (
     rf"(?:(?:square|sq\.?|cubic|cu\.?)\s)?{_NAME}(?:\.(?=\s))?"
-    r"(?:\^?[23]|\^\{[23]\}|[²³]|\s(?:squared|cubed))?"
+    r"(?:\^?[23]|\^\{-?[123]\}|[²³]|\s(?:squared|cubed))?"
 )
+# A space stands before a power such as s^{-2}.
+_BETWEEN = r"(?:\s?(?:/|\bper\b|\\cdot|·)\s?|\s{1,2}(?=[a-zA-Z]{1,3}\^\{-))"
 _UNIT = re.compile(
-    rf"(?:(?<=[\d)}}])|(?<=\\pi))\s*(?P<unit>{_FACTOR}(?:\s?(?:/|\bper\b|\\cdot|·)\s?{_FACTOR}){{0,2}})\Z"
+    rf"(?:(?<=[\d)}}])|(?<=\\pi))\s*(?P<unit>{_FACTOR}(?:{_BETWEEN}{_FACTOR}){{0,2}})\Z"
 )
 # 5m^2 and 5mm^2 may be formulas.
 _SQUARED = re.compile(r"(?!m)[a-z]{2}\^\{?[23]\}?\Z|[a-z]{1,2}[²³]\Z")
 _FACTORS = re.compile(rf"\s?(?P<over>/|\bper\b)?(?:[\s·]|\\cdot)*(?P<factor>{_FACTOR})")
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _DOLLARS = re.compile(r"\\?\$\s?(?P<value>[^$]*\d)")
+_TEXT = (
+    r"\\(?:text(?:rm|bf|it)?|math(?:rm|bf|it)|mbox)\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
+    r"(?:\s*\^\s*(?:\{-?\d\}|\d))?"
+)
+_TEXTS = re.compile(
+    rf"(?<=[\w)}}\]%$])(?P<texts>(?:(?:\s|~|\\[,;: !]|/|\\cdot|\\quad){{0,4}}{_TEXT}){{1,4}})"
+    r"(?=[\s.]*(?:\Z|\$|\\[)\]]))"
+)
+_WORDS_BEHIND = re.compile(
+    r"(?:(?:(?<=[\d)\]}])|(?<=\\pi)|(?<=[^a-zA-Z\\][a-zA-Z]))\s"
+    r"(?P<words>(?:[a-z]{2,12}\s){0,2}[a-z]{4,15})|(?<=\d)(?:st|nd|rd|th))\.?\Z"
+)
+_PLAIN = re.compile(r"[-\d.,]*\d\s")
+# They change a value, or say when it is one.
+_NO_MEASURE = re.compile(
+    r"\b(?:and|are|cos|cubed|dozen|for|hundred|if|is|less|log|million|billion|more|not|or|sin"
+    r"|sqrt|squared|tan|thousand|trillion|when|where)\b"
+)
 # A unit is at the end of a text, and at most this long.
 _LONGEST = 48
 
@@ -97,6 +118,32 @@ def quantity(text: str, *, is_text: bool = False) -> Quantity | None:
     return Quantity(text[: found.start()], unit, is_evident)
 
 
+def unmeasured(formula: str) -> str:
+    """A formula without the unit, or the words, that follow its value.
+
+    >>> unmeasured("2\\\\sqrt{3}\\\\text{ cm}^2"), unmeasured("5 m"), unmeasured("2^{10} ways")
+    ('2\\\\sqrt{3}', '5', '2^{10}')
+    >>> unmeasured("3+4\\\\mathrm{i}"), unmeasured("2m"), unmeasured("\\\\frac{m}{M} g")
+    ('3+4\\\\mathrm{i}', '2m', '\\\\frac{m}{M} g')
+    """
+    formula = _TEXTS.sub(lambda found: "" if _is_measure(found["texts"]) else found[0], formula)
+    words = _WORDS_BEHIND.search(formula, max(0, len(formula) - _LONGEST))
+    if words and not _NO_MEASURE.search(words[0]):
+        return formula[: words.start()]
+    found = quantity(formula)
+    is_apart = found and _PLAIN.fullmatch(formula[: len(found.value) + 1])
+    # math-verify reads degrees.
+    is_unit = found and "°" not in formula and (found.is_evident or is_apart)
+    return found.value if found and is_unit else formula
+
+
+def _is_measure(texts: str) -> bool:
+    words = re.sub(r"\\[a-zA-Z]+|[{}~]", " ", texts).strip()
+    # A letter behind a space, such as \mathrm{~T}, but not the numbers i and e.
+    is_name = re.search(r"[a-z]{2}|[AP]M\b", words) or re.search(r"\{[\s~]+[^\Wie]\}", texts)
+    return unit_of(words) is not None or bool(is_name and not _NO_MEASURE.search(words))
+
+
 @lru_cache(maxsize=256)
 def unit_of(text: str) -> Unit | None:
     """The unit that a name or a product of names stands for; None if it is no unit.
@@ -107,6 +154,7 @@ def unit_of(text: str) -> Unit | None:
     factor, powers = Fraction(1), Counter[str]()
     for found in _FACTORS.finditer(text):
         sign = -1 if found["over"] else 1
+        sign *= -1 if "-" in found["factor"] else 1
         words = re.findall(rf"{_NAME}|\d|[²³]", found["factor"])
         power = {"2": 2, "²": 2, "3": 3, "³": 3}.get(words[-1], 1)
         power *= next((_POWERS[word] for word in words if word in _POWERS), 1)

@@ -83,6 +83,34 @@ BOXED = [
     # Numbers to a base.
     ("1011_2", ["1011", r"(1011)_{2}", "01011_2"], ["1011_3", "11_{10}", "1111_2"]),
     ("4343_6", [r"4343_{\text{six}}"], [r"4343_{\text{seven}}", "4344_6"]),
+    # Letters that may be units, and those in another type.
+    ("2d", ["2 d"], ["2", "2t"]),
+    ("v_{0} t", ["v_0t", "tv_0"], ["v_{0}", "v_{0} h"]),
+    (r"\frac{m}{M} g", [r"\frac{mg}{M}"], [r"\frac{m}{M}"]),
+    (r"\frac{1}{2}x^2 + c", [r"\frac{x^2}{2} + c"], [r"\frac{1}{2}", r"\frac{1}{2}x^3 + c"]),
+    (r"\frac12", [r"\frac12\text{ of it}", r"\frac12 miles"], [r"\frac{1}{2}t", r"\frac12x+m"]),
+    (r"3+4\mathrm{i}", ["4i+3"], ["7", r"3-4\mathrm{i}"]),
+    (r"2\mathrm{e}^{3}", ["2e^3"], ["2", r"2\mathrm{e}^{4}"]),
+    (r"x\mathrm{e}^{x}", ["xe^x"], ["x", "e^x"]),
+    (
+        r"2\mathbf{i} - 3\mathbf{j}",
+        [r"2\hat{i}-3\hat{\mathbf{j}}"],
+        ["2", r"2\mathbf{i}+3\mathbf{j}"],
+    ),
+    (r"3\text{ apples and } 4\text{ pears}", [], ["3", r"3\text{ apples and } 5\text{ pears}"]),
+    (r"n\text{ is even}", [], [r"n\text{ is odd}", "n"]),
+    (
+        r"2\sqrt{3}",
+        [r"2\sqrt{3}\text{ cm}", "2\\sqrt3 inches", r"2\sqrt{3}\,\mathrm{m}"],
+        [r"2\sqrt{3} m"],
+    ),
+    ("10\\pi", ["10\\pi units", r"10\pi~\mathrm{cm}^{2}", r"10\pi\text{ (exactly)}"], ["10"]),
+    ("5", ["5 L", "5th", r"5\mathrm{~T}", r"5\text{ PM}", "x = 5 years"], ["5t", r"5\mathrm{T}"]),
+    (r"\frac{dy}{dx} = 2x", ["2x"], [r"\frac{dy}{dx} = x"]),
+    # Powers of units, and angles.
+    ("9.8 m/s^2", [r"9.8\,\mathrm{m\,s^{-2}}", "9.8 m s^{-2}"], ["9.8 m s^{-1}"]),
+    (r"12 \mathrm{~kJ} \mathrm{~mol}^{-1}", ["12000 J/mol", "12"], ["12 J/mol", "12 kJ"]),
+    (r"45^\circ", ["45 degrees"], ["45 rad", r"45\text{ radians}"]),
     # Several choices, and one with what it says.
     ("ABD", ["A, B, D", "A, B and D"], ["ABC", "A, B", "A or B or D"]),
     (r"\mathrm{(B)}\ 27", ["B", "27", "(B)"], ["C", "28", "(C) 27"]),
