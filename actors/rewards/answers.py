@@ -64,7 +64,9 @@ _ONE_SIGN_FRACTIONS = {
     sign: f" {normalize('NFKC', chr(sign))}".replace("\N{FRACTION SLASH}", "/")
     for sign in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
 }
-_TYPED = _MINUS | _ONE_SIGN_FRACTIONS
+# Wide signs, as in Chinese and Japanese: their comma is never within a number.
+_WIDE = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5E)} | {0xFF0C: ", "}
+_TYPED = _WIDE | _MINUS | _ONE_SIGN_FRACTIONS
 # Signs that people type in formulas and math-verify does not read.
 _SIGNS = str.maketrans(
     {
@@ -115,7 +117,8 @@ _COMMANDS = (
     ),
     (
         re.compile(
-            rf"\A{_IN_TEXT}(?:there (?:is|are) )?no (?:real )?solutions?\}}?\Z", re.IGNORECASE
+            rf"\A{_IN_TEXT}(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?\}}?\Z",
+            re.IGNORECASE,
         ),
         r"\\emptyset",
     ),
@@ -176,7 +179,7 @@ _SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 _GAP = r"(?:\\(?:[ ,;:]|q?quad(?![a-zA-Z]))|[~\s]|\*\*(?=\s))"
 _CHOICE = re.compile(
     # A lower-case letter after a full stop may belong to a name: C. elegans.
-    rf"\s*(?:\(([A-J])\)(?:{_GAP}+|(?=[\d\\$]))|([A-J])\){_GAP}+|([A-H]):{_GAP}+"
+    rf"\s*(?:\(?([A-J])\)(?:{_GAP}+|(?=[\d\\$]))|([A-H]):{_GAP}+"
     rf"|([A-H])\.{_GAP}+(?![a-z]))"
     r"(?P<said>\S.{0,199})"
 )
@@ -192,6 +195,8 @@ _TEXT = re.compile(
 )
 _TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
 _TIME = re.compile(r"0?(\d{1,2})(:\d\d)? ?([ap])\.? ?m")
+_DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}")
+_ZERO_AHEAD = re.compile(r"\b0")
 _ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 # The full stop of St. Louis.
 _ABBREVIATED = re.compile(r"(?<=[^\W\d_])\.(?= )")
@@ -240,7 +245,7 @@ _FURTHER = re.compile(
     re.IGNORECASE,
 )
 # Words that are formulas.
-_FUNCTIONS = frozenset(
+FUNCTIONS = frozenset(
     {"cos", "cot", "csc", "exp", "inf", "infinity", "lg", "ln", "log", "pi", "sec", "sin"}
     | {"sqrt", "tan"}
 )
@@ -410,7 +415,7 @@ def _uncounted(found: re.Match[str], words: Counter[str]) -> str:
     word = found["word"]
     # In "3 men or 5 men" the word adds nothing; in "5 men and 3 women" it matters.
     is_of_one = words[word] > 1 and len(word) > 1
-    if word.casefold() in _FUNCTIONS | _CHANGING or not (is_of_one or unit_of(word)):
+    if word.casefold() in FUNCTIONS | _CHANGING or not (is_of_one or unit_of(word)):
         return found[0]
     return " \\text{ and } " if found["further"] else ""
 
@@ -467,9 +472,11 @@ def words(text: str) -> str:
     plainly = " ".join(text.split()).strip(" .!").casefold()
     if time := _TIME.fullmatch(plainly):
         return f"{time[1]}{time[2] or ':00'} {time[3]}m"
+    if _DATE.fullmatch(plainly):
+        return _ZERO_AHEAD.sub("", plainly)
     plainly = _ABBREVIATED.sub("", _ORDINAL.sub("", plainly))
     plainly = plainly.removeprefix("an ").removeprefix("the ")
-    if not re.fullmatch(r"[^\W\d_][\w ,.'\-]*", plainly) or _FUNCTIONS & set(plainly.split()):
+    if not re.fullmatch(r"[^\W\d_][\w ,.'\-]*", plainly) or FUNCTIONS & set(plainly.split()):
         return ""
     return plainly if plainly == "no" or re.search(r"[^\W\d_]{3}", plainly) else ""
 
@@ -530,7 +537,7 @@ def counted(text: str) -> Fraction | None:
         return None
     words_beside = set(re.findall(r"\w+", f"{before} {behind}".casefold()))
     is_formula = _VARIABLE.search(f"{before} {behind}")
-    if is_formula or words_beside & (_FUNCTIONS | _CHANGING):
+    if is_formula or words_beside & (FUNCTIONS | _CHANGING):
         return None
     return _scaled(number, scale)
 

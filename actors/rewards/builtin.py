@@ -38,7 +38,7 @@ from streamrl.interfaces import Episode, Prompt, Score
 # Words after a comma explain them.
 _VERDICTS = ("yes", "no", "true", "false")
 _OTHERWISE = re.compile(rf"\b(?:{'|'.join(_VERDICTS)}|but|if|unless|when)\b", re.IGNORECASE)
-
+_OPTION = re.compile(r"\A([A-J])\.\s+(?=[a-z])")
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +88,19 @@ def acceptable(gold: Any) -> Sequence[str]:
 def compared(gold: str, given: str) -> bool | None:
     """Whether two answers are the same text, word or number; None if math-verify must decide. (It
     would take a word for a product of letters.)"""
-    if written(gold) == written(given) or (letters(gold) and letters(gold) == letters(given)):
+    wanted, found = written(gold), written(given)
+    if wanted == found or (letters(gold) and letters(gold) == letters(given)):
         return True
+    if len(wanted) == 1 and wanted.isalpha():
+        if wanted.casefold() == found.casefold():
+            return True
+        # "C. elegans" may be a name, but not where a letter is wanted.
+        given = _OPTION.sub(r"\1) ", given)
     bases = digits_to_base(gold), digits_to_base(given)
     if None not in bases:
         return bases[0] == bases[1]
     match choice(gold), choice(given):
-        case None, (letter, said) if written(gold) in (letter, written(said)) or _known(gold, said):
+        case None, (letter, said) if wanted in (letter, written(said)) or _known(gold, said):
             return True
         case (letter, said), None:
             known = written(given) in (letter, written(said)) or _known(said, given)

@@ -38,16 +38,19 @@ from sympy import (
     Limit,
     MatrixBase,
     Product,
+    Rational,
     Set,
     Sum,
     Symbol,
     Tuple,
+    UnevaluatedExpr,
     Union,
     oo,
 )
 from sympy.core.relational import Relational
 
 from actors.rewards.answers import (
+    FUNCTIONS,
     answer_of,
     answered_number,
     choice,
@@ -77,6 +80,9 @@ _VAST = re.compile(r"\^[{(]*\d{7}|(?:\d{5}|!\))[)}]*!|\\binom\{?\d{6}")
 _TOWER = re.compile(r"\^[{(]*(\d{1,6})\^[{(]*(\d{1,6})(\^?)")
 _MOST_DIGITS = 6
 """The most digits that a tower of powers may have, as a power of 10."""
+# math-verify reads H2O as 2HO, and 3:4:5 as 3/4/5.
+_INDEX = re.compile(r"\\[a-zA-Z]+|(?P<letters>[a-zA-Z]{1,20})(?P<digits>\d{1,9})")
+_RATIO = re.compile(r"[^:,;=<>{}$]{1,30}(?::[^:,;=<>{}$]{1,30}){2,9}")
 _CLEAR = 1e-3
 """A difference, relative to the larger value or 1, that rounding cannot explain."""
 
@@ -123,9 +129,9 @@ def quick_symbolic_eq(one: Any, other: Any) -> bool:
 
 def near(one: Any, other: Any, *limits: int) -> bool:
     """Whether two numbers are equal, exactly or up to rounding; n% is n or n / 100."""
-    bare = [grader.get_pct_val(formula, formula) for formula in (one, other)]
     if _numeric_eq(one, other, *limits) and not _is_far(one, other):
         return True
+    bare = [formula.subs(_HUNDREDTH, 1) for formula in (one, other)]
     return bare != [one, other] and _numeric_eq(*bare, *limits) and not _is_far(*bare)
 
 
@@ -140,6 +146,8 @@ def _is_far(one: Any, other: Any) -> bool:
         return False
 
 
+# As math-verify reads a percent sign.
+_HUNDREDTH = UnevaluatedExpr(Rational(1, 100))
 symbolic_eq, _numeric_eq = grader.sympy_symbolic_eq, grader.sympy_numeric_eq
 # Replaced for the whole process.
 latex2sympy2.PSParser = TwoStageParser
@@ -169,8 +177,7 @@ def _score(episode: Episode, strict: bool) -> Score:
         undecided = [own[1] if (own := choice(gold)) else gold for gold in undecided]
     if empty := [gold for gold in undecided if not _parse(_marked_gold(gold), _FORMULA)]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
-    read = latex(unmeasured(text if marked is None else given))
-    expression = read if marked is None else f"\\boxed{{{read}}}"
+    expression = _formula(text) if marked is None else f"\\boxed{{{_formula(given)}}}"
     forms = _ANYWHERE if marked is None else _FORMULA
     parsed = [] if is_vast(expression) else _parse(expression, forms)
     if marked is None and not parsed:
@@ -181,7 +188,7 @@ def _score(episode: Episode, strict: bool) -> Score:
         _is_equal(_marked_gold(gold), expression, forms, strict) for gold in undecided
     )
     if not is_right and (chosen := choice(given)):
-        said = f"\\boxed{{{latex(unmeasured(chosen[1]))}}}"
+        said = f"\\boxed{{{_formula(chosen[1])}}}"
         is_right = not is_vast(said) and any(
             _is_equal(_marked_gold(gold), said, _FORMULA, strict)
             for gold in undecided
@@ -205,8 +212,24 @@ def is_vast(formula: str) -> bool:
     )
 
 
+def _formula(text: str) -> str:
+    """A text as math-verify should read it: without units, letters with their indices, and ratios
+    of several numbers as points.
+
+    >>> _formula("H2O"), _formula("3:4:5"), _formula("\\\\log2 + ln2")
+    ('H_{2}O', '(3,4,5)', '\\\\log2 + ln2')
+    """
+    formula = _INDEX.sub(_indexed, latex(unmeasured(text)))
+    return f"({formula.replace(':', ',')})" if _RATIO.fullmatch(formula) else formula
+
+
+def _indexed(found: re.Match[str]) -> str:
+    is_name = found["letters"] and found["letters"].casefold() not in FUNCTIONS
+    return f"{found['letters']}_{{{found['digits']}}}" if is_name else found[0]
+
+
 def _marked_gold(gold: str) -> str:
-    inner = latex(unmeasured(gold))
+    inner = _formula(gold)
     if inner.count("$") == 1:  # A currency.
         inner = inner.replace("$", "")
     return inner if "$" in inner or "\\boxed" in inner else f"\\boxed{{{inner}}}"

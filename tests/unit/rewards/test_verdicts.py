@@ -43,7 +43,7 @@ BOXED = [
     ("(1,2]", [r"\left\{x \in \mathbb{R} | 1 < x \le 2\right\}"], [r"\{x | 1 < x < 2\}"]),
     ("(1,4)", [], ["(1,3),(2,4)"]),
     (r"(-\infty,\infty)", ["all real numbers"], [r"x>2 \text{ and } x<5"]),
-    (r"\emptyset", [r"\text{There is no solution}", "no real solutions"], ["0"]),
+    (r"\emptyset", [r"\text{There is no solution}", "No solution exists"], ["0"]),
     # Units on both sides.
     (r"5\text{ cm}", ["50 mm", r"0.05\,\mathrm{m}", "5"], ["5 m", r"5\text{ cm}^2", "5 inches"]),
     (r"5 \mathrm{~cm}", [r"5\text{ centimeters}"], [r"5\mathrm{~cm}^2"]),
@@ -111,6 +111,18 @@ BOXED = [
     ("9.8 m/s^2", [r"9.8\,\mathrm{m\,s^{-2}}", "9.8 m s^{-2}"], ["9.8 m s^{-1}"]),
     (r"12 \mathrm{~kJ} \mathrm{~mol}^{-1}", ["12000 J/mol", "12"], ["12 J/mol", "12 kJ"]),
     (r"45^\circ", ["45 degrees"], ["45 rad", r"45\text{ radians}"]),
+    # Letters with an index, ratios, negative percentages.
+    ("H2O", ["H_2O", r"\text{H}_2\text{O}"], ["HO2", "2HO"]),
+    ("U2", ["U_2"], ["2U", "U"]),
+    (r"\ln 2 + \log_2 x", [r"\ln2+\log_2x"], [r"\ln 2"]),
+    ("3:4:5", ["3 : 4 : 5"], ["3:5:4", r"\frac{3}{20}"]),
+    ("-12.3%", ["-12.3", "-0.123"], ["12.3", "-1.23"]),
+    # Dates are no differences.
+    ("2020-01-15", ["2020-1-15"], ["2020-15-01", "2004", "2021-01-16"]),
+    ("1/15/2020", ["01/15/2020"], ["1/30/1010"]),
+    # Wide signs.
+    ("3.5", ["\uff13\uff0e\uff15", "\uff17\uff0f\uff12"], ["35", "\uff13\uff0c\uff15"]),
+    ("B", ["\uff22", "\uff08B\uff09"], ["\uff08C\uff09"]),
     # Several choices, and one with what it says.
     ("ABD", ["A, B, D", "A, B and D"], ["ABC", "A, B", "A or B or D"]),
     (r"\mathrm{(B)}\ 27", ["B", "27", "(B)"], ["C", "28", "(C) 27"]),
@@ -168,6 +180,10 @@ def test_answers_in_other_forms(gold: str, equal: list[str], other: list[str]):
         ("The answer is B. Or C.", "B", 0),
         ("The answer is B. Paris.", "Paris", 1),
         ("The answer is **B. The Hague**.", "The Hague", 1),
+        ("The answer is D. rocks", "D", 1),
+        ("The answer is D. not rocks", "D", 0),
+        ("So the answer is (c).", "C", 1),
+        ("The answer is B)21.", "B", 1),
         ("The answer is J. Smith.", "J. Smith", 1),
         ("The answer is `B`.", "B", 1),
         ('The answer is "Paris".', "Paris", 1),
