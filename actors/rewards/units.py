@@ -67,7 +67,8 @@ _WORDS_BEHIND = re.compile(
     r"(?:(?:(?<=[\d)\]}])|(?<=\\pi)|(?<=[^a-zA-Z\\][a-zA-Z]))\s"
     r"(?P<words>(?:[a-z]{2,12}\s){0,2}[a-z]{4,15})|(?<=\d)(?:st|nd|rd|th))\.?\Z"
 )
-_PLAIN = re.compile(r"[-\d.,]*\d\s")
+# 5 m and 5cm, but not 5m and 5mg, which may be formulas.
+_NUMBER_OF = re.compile(r"[-\d.,]*\d(?:\s+|(?=[ck][a-zA-Z]|mm|m[lL]|ft|[a-zA-Z]{3}))")
 # They change a value, or say when it is one.
 _NO_MEASURE = re.compile(
     r"\b(?:and|are|cos|cubed|dozen|for|hundred|if|is|less|log|million|billion|more|not|or|sin"
@@ -131,10 +132,12 @@ def unmeasured(formula: str) -> str:
     if words and not _NO_MEASURE.search(words[0]):
         return formula[: words.start()]
     found = quantity(formula)
-    is_apart = found and _PLAIN.fullmatch(formula[: len(found.value) + 1])
     # math-verify reads degrees.
-    is_unit = found and "°" not in formula and (found.is_evident or is_apart)
-    return found.value if found and is_unit else formula
+    if found is None or "°" in formula:
+        return formula
+    number = _NUMBER_OF.match(formula)
+    is_of_number = number and number[0].strip() == found.value
+    return found.value if found.is_evident or is_of_number else formula
 
 
 def _is_measure(texts: str) -> bool:

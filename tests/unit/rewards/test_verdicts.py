@@ -105,7 +105,11 @@ BOXED = [
         [r"2\sqrt{3} m"],
     ),
     ("10\\pi", ["10\\pi units", r"10\pi~\mathrm{cm}^{2}", r"10\pi\text{ (exactly)}"], ["10"]),
-    ("5", ["5 L", "5th", r"5\mathrm{~T}", r"5\text{ PM}", "x = 5 years"], ["5t", r"5\mathrm{T}"]),
+    (
+        "5",
+        ["5 L", "5cm", "5th", r"5\mathrm{~T}", r"5\text{ PM}", "x = 5 years"],
+        ["5t", "5mg", r"5\mathrm{T}"],
+    ),
     (r"\frac{dy}{dx} = 2x", ["2x"], [r"\frac{dy}{dx} = x"]),
     # Powers of units, and angles.
     ("9.8 m/s^2", [r"9.8\,\mathrm{m\,s^{-2}}", "9.8 m s^{-2}"], ["9.8 m s^{-1}"]),
