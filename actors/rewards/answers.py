@@ -66,13 +66,11 @@ _ONE_SIGN_FRACTIONS = {
 }
 # Wide signs, as in Chinese and Japanese: their comma is never within a number.
 _WIDE = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5E)} | {0xFF0C: ", "}
-_TYPED = _WIDE | _MINUS | _ONE_SIGN_FRACTIONS
+_TYPED = _WIDE | _MINUS | _ONE_SIGN_FRACTIONS | {ord("\N{FRACTION SLASH}"): "/"}
 # Signs that people type in formulas and math-verify does not read.
 _SIGNS = str.maketrans(
     {
         "\N{DEGREE SIGN}": "^\\circ ",
-        "\N{SUPERSCRIPT TWO}": "^2",
-        "\N{SUPERSCRIPT THREE}": "^3",
         "\N{MIDDLE DOT}": "\\cdot ",
         "\N{ELEMENT OF}": "\\in ",
         "\N{INFINITY}": "\\infty ",
@@ -80,6 +78,7 @@ _SIGNS = str.maketrans(
         "\N{EMPTY SET}": "\\emptyset ",
     }
 )
+_RAISED, _LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _IN_TEXT = r"(?:\\text\{\s*)?"
 # Notations of people, with replacements that math-verify reads.
 _COMMANDS = (
@@ -151,7 +150,7 @@ _REPEATING = re.compile(
 )
 _POWER = re.compile(
     # Begin at the first of many spaces: otherwise each of them would scan all that follow.
-    rf"(?<!\s)\s*(?:\\times|\\cdot|[{_TIMES}*])\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d+))"
+    rf"(?<!\s)\s*(?:\\times|\\cdot|[{_TIMES}*]|(?<=\d\s)x)\s*10\s*(?:\^|\*\*)\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d+))"
 )
 # Thousands, or lakhs and crores; any other comma separates numbers.
 _COMMAS = r"\d{1,3}(?:,\d{3})+(?!,?\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!,?\d)"
@@ -392,6 +391,7 @@ def latex(text: str) -> str:
     """Like `plain`, but for a parser of formulas: it keeps fractions and powers, and drops
     currencies."""
     text = _joined(re.sub(r"\\\$\s?", "", text)).translate(_SIGNS)
+    text = _RAISED.sub(partial(_apart, sign="^"), _LOWERED.sub(partial(_apart, sign="_"), text))
     text = _SYSTEM.sub(_equations, text)
     for command, known in _COMMANDS:
         text = command.sub(known, text)
@@ -399,6 +399,12 @@ def latex(text: str) -> str:
     text = _COUNTED.sub(uncounted, _INTERVAL.sub(_interval, text))
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     return re.sub(r"(?<![\w\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?!\w)", r"\1\\times 10^{\2}", text)
+
+
+def _apart(found: re.Match[str], sign: str) -> str:
+    """Small digits as an exponent or an index."""
+    digits = normalize("NFKC", found[0]).translate(_MINUS)
+    return f"{sign}{digits}" if len(digits) == 1 else f"{sign}{{{digits}}}"
 
 
 def _equations(found: re.Match[str]) -> str:

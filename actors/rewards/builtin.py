@@ -53,6 +53,9 @@ def text_to_match(prompt: Prompt) -> str:
 def expression_to_match(prompt: Prompt) -> Any:
     """The answer of `math`, or a list of acceptable ones; a FinalError if there is none."""
     gold = gold_of(prompt)
+    if isinstance(gold, Mapping):
+        # `data.answer_key` may name a part of it.
+        gold = decoded(prompt.answer) or gold
     if gold is None or gold == [] or isinstance(gold, Mapping) or not str(gold).strip():
         raise no_gold(prompt, gold, "math needs an expression, or a list of them")
     return gold

@@ -80,6 +80,16 @@ _VAST = re.compile(r"\^[{(]*\d{7}|(?:\d{5}|!\))[)}]*!|\\binom\{?\d{6}")
 _TOWER = re.compile(r"\^[{(]*(\d{1,6})\^[{(]*(\d{1,6})(\^?)")
 _MOST_DIGITS = 6
 """The most digits that a tower of powers may have, as a power of 10."""
+# Formulas as people type them without LaTeX.
+_AS_TYPED = (
+    (re.compile(r"(?<=[\w)}])\*\*(?=[\w({-])"), "^"),
+    (re.compile(r"\^\s?(-\s?(?:\d{1,9}|[a-zA-Z]))"), r"^{\1}"),
+    (re.compile(r"(?<![\\a-zA-Z])sqrt\s?\(([^()]{1,99})\)"), r"\\sqrt{\1}"),
+    (
+        re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|cot|sec|csc|ln|log|exp|pi)(?![a-zA-Z])"),
+        r"\\\1",
+    ),
+)
 # math-verify reads H2O as 2HO, and 3:4:5 as 3/4/5.
 _INDEX = re.compile(r"\\[a-zA-Z]+|(?P<letters>[a-zA-Z]{1,20})(?P<digits>\d{1,9})")
 _RATIO = re.compile(r"[^:,;=<>{}$]{1,30}(?::[^:,;=<>{}$]{1,30}){2,9}")
@@ -213,13 +223,16 @@ def is_vast(formula: str) -> bool:
 
 
 def _formula(text: str) -> str:
-    """A text as math-verify should read it: without units, letters with their indices, and ratios
-    of several numbers as points.
+    """A text as math-verify should read it: in LaTeX, without units, letters with their indices,
+    and ratios of several numbers as points.
 
-    >>> _formula("H2O"), _formula("3:4:5"), _formula("\\\\log2 + ln2")
-    ('H_{2}O', '(3,4,5)', '\\\\log2 + ln2')
+    >>> _formula("H2O"), _formula("3:4:5"), _formula("\\\\log2 + ln2"), _formula("e**-x")
+    ('H_{2}O', '(3,4,5)', '\\\\log2 + \\\\ln2', 'e^{-x}')
     """
-    formula = _INDEX.sub(_indexed, latex(unmeasured(text)))
+    formula = latex(unmeasured(text))
+    for typed, known in _AS_TYPED:
+        formula = typed.sub(known, formula)
+    formula = _INDEX.sub(_indexed, formula)
     return f"({formula.replace(':', ',')})" if _RATIO.fullmatch(formula) else formula
 
 

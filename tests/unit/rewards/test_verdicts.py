@@ -8,6 +8,7 @@ import pytest
 from actors.rewards.answers import answered_number, marked_answer
 from actors.rewards.builtin import numeric_answer
 from actors.rewards.math_answer import math
+from streamrl.errors import RolloutError
 from streamrl.interfaces import Episode, Prompt
 from streamrl.types import FinishReason
 
@@ -121,6 +122,15 @@ BOXED = [
     (r"\ln 2 + \log_2 x", [r"\ln2+\log_2x"], [r"\ln 2"]),
     ("3:4:5", ["3 : 4 : 5"], ["3:5:4", r"\frac{3}{20}"]),
     ("-12.3%", ["-12.3", "-0.123"], ["12.3", "-1.23"]),
+    # Formulas without LaTeX.
+    ("10^-4 eV", ["10^{-4}", "1e-4 eV", "10\u207b\u2074"], ["10^{-8}", "10^4", "10"]),
+    ("2**10", ["1024", "2^{10}"], ["20"]),
+    ("5 x 10^3", ["5000"], ["500", "5"]),
+    ("e^-x", ["exp(-x)", "e^{-x}"], ["e^x"]),
+    ("pi/4 + sqrt(2)", [r"\frac{\pi}{4} + \sqrt2", "π/4 + √2"], ["pi/2 + sqrt(2)", "pi/4"]),
+    (r"\sin 2x", ["sin(2x)", "sin 2x"], ["cos 2x", "sin(x)"]),
+    ("x_1^{12}", ["x\u2081\u00b9\u00b2", "x1^12"], ["x\u2082\u00b9\u00b2", "x_1^1"]),
+    ("3\u20444", ["0.75"], ["4/3"]),
     # Dates are no differences.
     ("2020-01-15", ["2020-1-15"], ["2020-15-01", "2004", "2021-01-16"]),
     ("1/15/2020", ["01/15/2020"], ["1/30/1010"]),
@@ -199,6 +209,17 @@ def test_answers_in_other_forms(gold: str, equal: list[str], other: list[str]):
 )
 def test_answers_that_are_stated(response: str, gold: str, reward: float):
     assert verdict(response, gold) == reward
+
+
+def test_the_part_of_a_record_that_the_answer_key_names_is_the_answer():
+    row = {"reward_model": {"ground_truth": {"target": ["Berlin", "Bonn"]}}}
+    prompt = Prompt("question", '["Berlin", "Bonn"]', row)
+    said = [
+        Episode(prompt, f"<answer>{a}</answer>", 9, FinishReason.STOP) for a in ("Bonn", "Rome")
+    ]
+    assert [score.reward for score in math(said)] == [1, 0]
+    with pytest.raises(RolloutError, match="target"):
+        math([Episode(Prompt("question", "", row), "Bonn", 9, FinishReason.STOP)])
 
 
 def test_names_of_unknowns_count_where_the_reward_is_strict():
