@@ -67,12 +67,13 @@ _WORDS_BEHIND = re.compile(
     r"(?:(?:(?<=[\d)\]}])|(?<=\\pi)|(?<=[^a-zA-Z\\][a-zA-Z]))\s"
     r"(?P<words>(?:[a-z]{2,12}\s){0,2}[a-z]{4,15})|(?<=\d)(?:st|nd|rd|th))\.?\Z"
 )
-# 5 m and 5cm, but not 5m and 5mg, which may be formulas.
-_NUMBER_OF = re.compile(r"[-\d.,]*\d(?:\s+|(?=[ck][a-zA-Z]|mm|m[lL]|ft|[a-zA-Z]{3}))")
+# 5 m and 5cm, but not 5m, 5mg and 5 h^2, which may be formulas.
+_NUMBER_OF = re.compile(r"[-\d.,]*\d(?:\s+(?![a-zA-Z]\^)|(?=[ck][a-zA-Z]|mm|m[lL]|ft|[a-zA-Z]{3}))")
 # They change a value, or say when it is one.
 _NO_MEASURE = re.compile(
-    r"\b(?:and|are|cos|cubed|dozen|for|hundred|if|is|less|log|million|billion|more|not|or|sin"
-    r"|sqrt|squared|tan|thousand|trillion|when|where)\b"
+    r"\b(?:and|are|cos|cubed|divided|dozen|factorial|for|hundred|if|is|less|log|million|billion"
+    r"|minus|more|negative|not|or|over|percent|plus|sin|sqrt|squared|tan|thousand|times|trillion"
+    r"|when|where|halves|(?:thir|four|fif|six|seven|eigh|nin|ten|hundred|thousand)(?:d|th)s)\b"
 )
 # A unit is at the end of a text, and at most this long.
 _LONGEST = 48
