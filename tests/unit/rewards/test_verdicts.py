@@ -109,9 +109,10 @@ BOXED = [
     (
         "5",
         ["5 L", "5cm", "5th", r"5\mathrm{~T}", r"5\text{ PM}", "x = 5 years"],
-        ["5t", "5mg", r"5\mathrm{T}"],
+        ["5t", "5mg", "5 h^2"],
     ),
     (r"\frac{dy}{dx} = 2x", ["2x"], [r"\frac{dy}{dx} = x"]),
+    (r"2\sqrt{3}", [], [r"2\sqrt3 minus three", r"2\sqrt3\text{ or more}", r"2\sqrt3 hundredths"]),
     # Powers of units, and angles.
     ("9.8 m/s^2", [r"9.8\,\mathrm{m\,s^{-2}}", "9.8 m s^{-2}"], ["9.8 m s^{-1}"]),
     (r"12 \mathrm{~kJ} \mathrm{~mol}^{-1}", ["12000 J/mol", "12"], ["12 J/mol", "12 kJ"]),
