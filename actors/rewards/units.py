@@ -72,7 +72,7 @@ _NUMBER_OF = re.compile(r"[-\d.,]*\d(?:\s+(?![a-zA-Z]\^)|(?=[ck][a-zA-Z]|mm|m[lL
 # They change a value, or say when it is one.
 _NO_MEASURE = re.compile(
     r"\b(?:and|are|cos|cubed|divided|dozen|factorial|for|hundred|if|is|less|log|million|billion"
-    r"|minus|more|negative|not|or|over|percent|plus|sin|sqrt|squared|tan|thousand|times|trillion"
+    r"|minus|more|negative|not|or|over|plus|sin|sqrt|squared|tan|thousand|times|trillion"
     r"|when|where|halves|(?:thir|four|fif|six|seven|eigh|nin|ten|hundred|thousand)(?:d|th)s)\b"
 )
 # A unit is at the end of a text, and at most this long.
