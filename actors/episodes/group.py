@@ -414,9 +414,5 @@ def _facts(rollout: Rollout, score: Score, segment: Segment) -> GroupFacts:
 
 def unbuffered_lease(purpose: str, prompt_index: int) -> Lease:
     """A lease for a prompt that is sampled for an evaluation or a check, without a buffer."""
-    return Lease(
-        lease_id=f"{purpose}/{prompt_index}",
-        prompt_index=prompt_index,
-        min_policy_version=0,
-        expires_at_s=0.0,
-    )
+    lease_id = f"{purpose}/{prompt_index}"
+    return Lease(lease_id=lease_id, prompt_index=prompt_index, min_policy_version=0)

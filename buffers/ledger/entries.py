@@ -83,7 +83,6 @@ def lease_of(entry: Entry) -> Lease:
         lease_id=entry.lease_id,
         prompt_index=entry.prompt_index,
         min_policy_version=entry.min_policy_version,
-        expires_at_s=entry.expires_at_s,
         kept_siblings=tuple(sibling.number for sibling in entry.siblings),
     )
 

@@ -46,14 +46,13 @@ class Lease(Struct, frozen=True, kw_only=True):
 
     `prompt_index` is its position in the seeded prompt stream. `min_policy_version` is the oldest
     version that may sample the group; with an older one it would be too stale when trained.
-    `expires_at_s` is on the buffer's clock. `kept_siblings` are the numbers of siblings that an
-    earlier lease left, finished or not; `fetch_siblings` returns them.
+    `kept_siblings` are the numbers of siblings that an earlier lease left, finished or not;
+    `fetch_siblings` returns them.
     """
 
     lease_id: Name
     prompt_index: PromptIndex
     min_policy_version: PolicyVersion
-    expires_at_s: Finite
     kept_siblings: Annotated[tuple[SiblingNumber, ...], Meta(max_length=MAX_NAMES)] = ()
 
 

@@ -84,7 +84,7 @@ def books(**changes: Any) -> Books:
 
 
 def held(**changes: Any) -> Lease:
-    fields = {"prompt_index": 0, "min_policy_version": 0, "expires_at_s": 0.0, **changes}
+    fields = {"prompt_index": 0, "min_policy_version": 0, **changes}
     return Lease(lease_id="s/1", **fields)
 
 

@@ -60,12 +60,7 @@ def awaited(*lease_ids: str, wait_s: float = 41.0, due_later: int = 0) -> dict[s
     """Fields of a buffer whose next batch waits for these leases; the last ones are due later."""
     num_due = len(lease_ids) - due_later
     leases = tuple(
-        Lease(
-            lease_id=lease_id,
-            prompt_index=812 + i,
-            min_policy_version=41 + (i >= num_due),
-            expires_at_s=60.0,
-        )
+        Lease(lease_id=lease_id, prompt_index=812 + i, min_policy_version=41 + (i >= num_due))
         for i, lease_id in enumerate(lease_ids)
     )
     return {"awaited": leases, "wait_due_s": wait_s, "buffered": 17, "leased": len(lease_ids)}

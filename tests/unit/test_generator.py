@@ -721,10 +721,7 @@ def test_leases_wait_for_a_version_as_long_as_loads_take(monkeypatch):
 
     def group(number: int, min_policy_version: int, *, has_begun: bool = False) -> LeasedGroup:
         lease = Lease(
-            lease_id=f"g/{number}",
-            prompt_index=number,
-            min_policy_version=min_policy_version,
-            expires_at_s=0.0,
+            lease_id=f"g/{number}", prompt_index=number, min_policy_version=min_policy_version
         )
         made = LeasedGroup(lease, SimpleNamespace(), GroupProgress(1))
         if has_begun:

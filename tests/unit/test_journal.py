@@ -219,10 +219,7 @@ class JournalMachine(RuleBasedStateMachine):
     def assert_a_lease_of_a_lost_past(self, ahead: int) -> None:
         prompt_index = self.state.ledger.books().next_prompt_index + ahead
         asserted = Lease(
-            lease_id=f"lost {self.num_leases}",
-            prompt_index=prompt_index,
-            min_policy_version=0,
-            expires_at_s=0,
+            lease_id=f"lost {self.num_leases}", prompt_index=prompt_index, min_policy_version=0
         )
         self.num_leases += 1
         status = GeneratorStatus(

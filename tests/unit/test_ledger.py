@@ -466,7 +466,7 @@ def test_an_ended_lease_that_is_asserted_for_another_prompt_is_lost():
     keep_siblings(ledger, "a", 0)
     ledger.end_lease("a", DropReason.EXPIRED)
     ledger.end_lease("b", DropReason.RELEASED)
-    asserted = Lease(lease_id="a", prompt_index=1, min_policy_version=0, expires_at_s=0.0)
+    asserted = Lease(lease_id="a", prompt_index=1, min_policy_version=0)
     ledger.reassert(asserted, 0.0, 10.0)
     assert ledger.renew(["a"], 0.0, 10.0) == ("a",)
     assert [grant(ledger, lease_id).prompt_index for lease_id in "cd"] == [0, 1]

@@ -36,10 +36,7 @@ def test_a_blank_ledger_keeps_the_leases_asserted_and_grants_what_else_is_open()
     ledger = Ledger(groups_per_step=2, max_staleness=3)
     for prompt_index in (5, 6, 10):
         asserted = Lease(
-            lease_id=f"s/{prompt_index}",
-            prompt_index=prompt_index,
-            min_policy_version=2,
-            expires_at_s=0.0,
+            lease_id=f"s/{prompt_index}", prompt_index=prompt_index, min_policy_version=2
         )
         ledger.reassert(asserted, 0.0, 10.0)
         ledger.reassert(asserted, 0.0, 10.0)
@@ -57,7 +54,7 @@ def test_a_lease_asserted_takes_its_own_prompt_of_those_that_are_free():
         ledger.lease(lease_id, 0.0, 10.0)
     for lease_id in "abc":
         ledger.release(lease_id, DropReason.RELEASED)
-    asserted = Lease(lease_id="s/2", prompt_index=1, min_policy_version=0, expires_at_s=0.0)
+    asserted = Lease(lease_id="s/2", prompt_index=1, min_policy_version=0)
     ledger.reassert(asserted, 0.0, 10.0)
     granted = [ledger.lease(lease_id, 0.0, 10.0) for lease_id in "de"]
     assert [lease.prompt_index for lease in granted if lease] == [0, 2]
@@ -68,9 +65,7 @@ def test_a_lease_asserted_on_a_prompt_that_another_one_holds_is_lost():
     ledger.attach(0)
     ledger.lease("s/1", 0.0, 10.0)
     for prompt_index in (0, 10**12):
-        asserted = Lease(
-            lease_id="s/2", prompt_index=prompt_index, min_policy_version=0, expires_at_s=0.0
-        )
+        asserted = Lease(lease_id="s/2", prompt_index=prompt_index, min_policy_version=0)
         ledger.reassert(asserted, 0.0, 10.0)
     assert ledger.renew(["s/1", "s/2"], 0.0, 10.0) == ("s/2",)
     assert ledger.books().next_prompt_index == 1

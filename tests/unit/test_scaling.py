@@ -163,7 +163,7 @@ class Clock:
 
 
 def group(index: int, num_episodes: int = 4, *, has_begun: bool = True) -> LeasedGroup:
-    lease = Lease(lease_id=f"l{index}", prompt_index=index, min_policy_version=0, expires_at_s=0.0)
+    lease = Lease(lease_id=f"l{index}", prompt_index=index, min_policy_version=0)
     leased = LeasedGroup(lease, None, GroupProgress(num_episodes))  # type: ignore[arg-type]
     if has_begun:
         leased.turn.set()

@@ -190,7 +190,7 @@ async def sampled(own: str, environment: str, renderer: ChatRenderer) -> Traject
     seeded = config.run.model_copy(update={"seed": 3})
     config = config.model_copy(update={"run": seeded})
     runner = make_runner(config, FakeEngine(), renderer, open_stream(config, renderer))
-    lease = Lease(lease_id="a", prompt_index=0, min_policy_version=0, expires_at_s=0.0)
+    lease = Lease(lease_id="a", prompt_index=0, min_policy_version=0)
     return await runner.of(0).run(lease)
 
 
