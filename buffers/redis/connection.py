@@ -33,7 +33,6 @@ _UNAVAILABLE = (
     exceptions.TryAgainError,
     exceptions.AskError,
     OSError,
-    TimeoutError,
 )
 _REFUSED = (
     exceptions.AuthenticationError,
@@ -128,7 +127,7 @@ class RedisConnection:
                     return await send(client)
             except exceptions.WatchError:
                 continue
-            except (*_REFUSED, *_UNAVAILABLE, exceptions.ResponseError) as error:
+            except (exceptions.RedisError, OSError) as error:
                 if isinstance(error, exceptions.MovedError):
                     self._topology.follow(error)
                 else:

@@ -233,10 +233,10 @@ async def read_snapshot(url: str, run: str, *, deadline_s: float = 60.0) -> Ledg
         return _snapshot((await connection.call("read", command))[0])
 
 
-async def read_events(url: str, run: str, *, deadline_s: float = 60.0) -> AsyncIterator[Event]:
+async def read_events(url: str, run: str) -> AsyncIterator[Event]:
     """Every event of the run so far, oldest first."""
     key = f"{namespace(run)}events"
-    async with connected(url, run, deadline_s) as connection:
+    async with connected(url, run) as connection:
         found = (await connection.call("read_events", ("HKEYS", key)))[0]
         for numbers in _pages(sorted(map(int, found))):
             command: Command = ("HMGET", key, *numbers)
@@ -261,7 +261,7 @@ async def forget(url: str, run: str, *, deadline_s: float = 60.0) -> int:
 
 
 @asynccontextmanager
-async def connected(url: str, run: str, deadline_s: float) -> AsyncIterator[RedisConnection]:
+async def connected(url: str, run: str, deadline_s: float = 60.0) -> AsyncIterator[RedisConnection]:
     connection = RedisConnection(url, run, deadline_s=deadline_s, retry_s=deadline_s)
     try:
         yield connection
