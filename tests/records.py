@@ -10,9 +10,11 @@ from streamrl.interfaces import GeneratorBuffer
 from streamrl.samples.record import Message, Sample
 from streamrl.types import (
     FinishReason,
+    GeneratorStatus,
     GroupHeader,
     Lease,
     RoutedExperts,
+    SiblingHeader,
     TokenSets,
     TopLogprobs,
     Trajectory,
@@ -114,6 +116,17 @@ def make_header(lease: Lease, version: int = 0, **changes: Any) -> GroupHeader:
         "rewards": (1.0,),
     }
     return GroupHeader(**{**fields, **changes})
+
+
+def make_status(generator_id: str = "g", session: str = "", **fields: Any) -> GeneratorStatus:
+    """The session has the generator's name if it has none of its own."""
+    known = {"session": session or generator_id, "policy_version": 0, **fields}
+    return GeneratorStatus(generator_id=generator_id, **known)
+
+
+def make_sibling(lease_id: str, number: int = 0, **fields: Any) -> SiblingHeader:
+    known = {"oldest_version": 0, "num_tokens": 1, **fields}
+    return SiblingHeader(number=number, lease_id=lease_id, **known)
 
 
 def with_candidates(group: TrajectoryGroup, mask_size: int, num_top: int) -> TrajectoryGroup:

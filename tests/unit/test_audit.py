@@ -9,35 +9,20 @@ import pytest
 from msgspec.structs import replace
 
 from buffers.audit import audit, compare, findings
+from buffers.journal.journal import events_of
 from buffers.journal.sqlite import journal_path
 from buffers.ledger.entries import Event, LedgerSnapshot
 from streamrl.cli.buffer.audit import main
 from streamrl.types import DropReason, LengthHistogram
 from tests.unit.test_journal import fill, open_journal
 
-WORDS = {
-    "L": "leased",
-    "B": "buffered",
-    "T": "taken",
-    "R": "trained",
-    "A": "acknowledged",
-}
-REASONS = {"s": "stale", "e": "expired", "o": "orphaned"}
-
 
 def events(*paths: str) -> list[Event]:
-    """From "prompt lease letters"; a lease "-" is a learner's books."""
-    made = []
+    """From "prompt lease letters", these as in a journal; a lease "-" is a learner's books."""
+    made: list[Event] = []
     for path in paths:
         prompt_index, lease, letters = path.split()
-        lease_id = "" if lease == "-" else lease
-        for letter in letters:
-            if letter in REASONS:
-                made.append(Event(int(prompt_index), "dropped", REASONS[letter], lease_id))
-            elif letter == "K":
-                made.append(Event(int(prompt_index), "acknowledged", "books", lease_id))
-            else:
-                made.append(Event(int(prompt_index), WORDS[letter], None, lease_id))
+        made += events_of(int(prompt_index), lease.strip("-"), letters, None)
     return made
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -28,13 +27,11 @@ from streamrl.errors import ConfigError, LedgerError, OtherReleaseError, Storage
 from streamrl.types import (
     Books,
     DropReason,
-    GeneratorStatus,
     GroupHeader,
     Lease,
     SchedulingState,
-    SiblingHeader,
 )
-from tests.records import make_header
+from tests.records import make_header, make_sibling, make_status
 
 TTL_S = 10.0
 # The machine syncs a file with every call; what that survives is not what it tests.
@@ -56,6 +53,19 @@ def open_journal(
     return state, journal
 
 
+def come_back(
+    run: Path, journal: Journal, now_s: float = 0.0, **bounds: int
+) -> tuple[BufferState[bytes], Journal]:
+    """What it is after the process died: what was not committed is lost."""
+    journal.close()
+    return open_journal(run, now_s, **bounds)
+
+
+def close_in_order(run: Path, journal: Journal) -> None:
+    journal.close()
+    assert audit_journal(journal_path(run)).faults == ()
+
+
 def header(lease: Lease, version: int) -> GroupHeader:
     lengths = (lease.prompt_index, 20)
     return make_header(lease, version, response_lengths=lengths, num_bytes=5)
@@ -73,12 +83,8 @@ def put_sibling(
     age: int = 0,
     num_tokens: int = 3,
 ) -> None:
-    sibling = SiblingHeader(
-        number=number,
-        lease_id=lease.lease_id,
-        oldest_version=max(0, lease.min_policy_version - age),
-        num_tokens=num_tokens,
-    )
+    oldest = max(0, lease.min_policy_version - age)
+    sibling = make_sibling(lease.lease_id, number, oldest_version=oldest, num_tokens=num_tokens)
     payload = f"sibling {number} of {lease.lease_id}"
     payload += f" with {num_tokens} tokens" * (num_tokens != 3)
     state.put_sibling(sibling, payload.encode(), now_s)
@@ -117,10 +123,9 @@ def commit_and_recover(run: Path, state: BufferState[bytes], journal: Journal) -
     """What is recovered is what was committed."""
     journal.commit()
     before = dump(state)
-    journal.close()
-    recovered, journal = open_journal(run)
+    recovered, journal = come_back(run, journal)
     assert dump(recovered) == before
-    journal.close()
+    close_in_order(run, journal)
 
 
 class JournalMachine(RuleBasedStateMachine):
@@ -158,8 +163,9 @@ class JournalMachine(RuleBasedStateMachine):
             self.is_full = False
         self.journal.commit()
         before = dump(self.state)
-        self.journal.close()
-        self.state, self.journal = open_journal(self.run_folder, self.now_s, **self.bounds)
+        self.state, self.journal = come_back(
+            self.run_folder, self.journal, self.now_s, **self.bounds
+        )
         assert dump(self.state) == before
         live = set(self.state.ledger.live_leases())
         self.held = [lease for lease in self.held if lease.lease_id in live]
@@ -204,8 +210,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(generator_id=st.sampled_from("gh"), scheduling_state=st.sampled_from(SchedulingState))
     def set_scheduling_state(self, generator_id: str, scheduling_state: SchedulingState) -> None:
-        status = GeneratorStatus(generator_id=generator_id, session="s", policy_version=0)
-        self.state.heartbeat(status, self.now_s)
+        self.state.heartbeat(make_status(generator_id), self.now_s)
         self.state.registry.set_scheduling_state(generator_id, scheduling_state)
         self._die_and_come_back()
 
@@ -222,10 +227,7 @@ class JournalMachine(RuleBasedStateMachine):
             lease_id=f"lost {self.num_leases}", prompt_index=prompt_index, min_policy_version=0
         )
         self.num_leases += 1
-        status = GeneratorStatus(
-            generator_id="g", session="lost", policy_version=0, held=(asserted,)
-        )
-        self.state.heartbeat(status, self.now_s)
+        self.state.heartbeat(make_status(session="lost", held=(asserted,)), self.now_s)
         self.held.append(asserted)
         self._die_and_come_back()
 
@@ -294,8 +296,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "journal"):
-            self.journal.close()
-            assert audit_journal(journal_path(self.run_folder)).faults == ()
+            close_in_order(self.run_folder, self.journal)
             self.folder.cleanup()
 
 
@@ -320,7 +321,6 @@ def test_an_older_copy_whose_leases_ended_otherwise_since_passes_the_audit(tmp_p
     copy.attach(0, state.ledger.books())
     assert copy.ledger.books().dropped == {DropReason.FILTERED: 1}
     commit_and_recover(older, copy, journal)
-    assert audit_journal(journal_path(older)).faults == ()
 
 
 def test_recovered_leases_get_a_whole_new_time_to_live(tmp_path):
@@ -328,8 +328,7 @@ def test_recovered_leases_get_a_whole_new_time_to_live(tmp_path):
     state.attach(0, None)
     state.lease(["a"], "g", 0.0)
     journal.commit()
-    journal.close()
-    recovered, journal = open_journal(tmp_path, now_s=1000.0)
+    recovered, journal = come_back(tmp_path, journal, now_s=1000.0)
     assert recovered.ledger.expire(1000.0 + TTL_S - 0.1) == ()
     assert recovered.ledger.expire(1000.0 + TTL_S) == ("a",)
     journal.close()
@@ -361,26 +360,15 @@ def test_the_siblings_of_a_lease_outlast_the_buffer_and_a_damaged_one_is_sampled
     with closing(sqlite3.connect(journal_path(tmp_path))) as db:
         assert list(read_rows(db.execute("SELECT * FROM entry"), PayloadPlace).places) == [(0, -1)]
     assert state.stats(0.0).num_bytes == 5
-    journal.close()
-    assert audit_journal(journal_path(tmp_path)).faults == ()
+    close_in_order(tmp_path, journal)
 
 
-def test_a_new_end_of_the_run_is_recovered_and_a_file_without_one_keeps_the_blank_one(tmp_path):
+def test_a_new_end_of_the_run_is_recovered(tmp_path):
     state, journal = open_journal(tmp_path, final_version=2)
     state.attach(0, None, final_version=5)
     journal.commit()
-    journal.close()
-    state, journal = open_journal(tmp_path, final_version=2)
-    assert state.ledger.final_version == 5
-    journal.close()
-    with closing(sqlite3.connect(journal_path(tmp_path))) as db:
-        (data,) = db.execute("SELECT data FROM snapshot").fetchone()
-        known = msgspec.msgpack.decode(data)
-        assert known.pop("final_version") == 5
-        db.execute("UPDATE snapshot SET data = ?", (msgspec.msgpack.encode(known),))
-        db.commit()
-    state, journal = open_journal(tmp_path, final_version=2)
-    assert (state.ledger.learner_term, state.ledger.final_version) == (1, 2)
+    state, journal = come_back(tmp_path, journal, final_version=2)
+    assert (state.ledger.learner_term, state.ledger.final_version) == (1, 5)
     journal.close()
 
 
@@ -388,8 +376,7 @@ def test_before_a_learner_attaches_the_run_ends_where_its_settings_say(tmp_path)
     state, journal = open_journal(tmp_path, final_version=2)
     state.ledger.draining = True
     journal.commit()
-    journal.close()
-    state, journal = open_journal(tmp_path, final_version=5)
+    state, journal = come_back(tmp_path, journal, final_version=5)
     assert (state.ledger.draining, state.ledger.final_version) == (True, 5)
     journal.close()
 
@@ -408,19 +395,17 @@ def test_a_step_over_a_batch_of_which_only_a_part_is_known_is_refused(tmp_path):
     journal.commit()
     put(state, slower, 0)
     assert len(state.take(2, 1, term, 0.0, num_held=1).headers) == 2
-    journal.close()
-    state, journal = open_journal(tmp_path)
+    state, journal = come_back(tmp_path, journal)
     with pytest.raises(LedgerError, match="has lent for"):
         state.ledger.advance(2, term)
-    journal.close()
-    assert audit_journal(journal_path(tmp_path)).faults == ()
+    close_in_order(tmp_path, journal)
 
 
 def test_totals_after_a_commit_whose_answer_was_lost_are_those_of_the_next_one(
     tmp_path, monkeypatch
 ):
     state, journal = open_journal(tmp_path)
-    state.heartbeat(GeneratorStatus(generator_id="g", session="s", policy_version=0), 0.0)
+    state.heartbeat(make_status(), 0.0)
     journal.commit()
     commit = SqliteStorage.commit
 
@@ -435,8 +420,7 @@ def test_totals_after_a_commit_whose_answer_was_lost_are_those_of_the_next_one(
             journal.commit()
     state.registry.set_scheduling_state("g", SchedulingState.ACTIVE)
     journal.commit()
-    journal.close()
-    recovered, journal = open_journal(tmp_path)
+    recovered, journal = come_back(tmp_path, journal)
     journal.close()
     assert recovered.snapshot() == state.snapshot()
     assert recovered.snapshot().scheduling_states == {}
@@ -536,8 +520,7 @@ def test_another_bound_is_adopted_and_fences_who_counts_with_the_old_one(tmp_pat
     learner_term = state.attach(0, None)
     fill(state, *"abc")
     journal.commit()
-    journal.close()
-    state, journal = open_journal(tmp_path, groups_per_step=3)
+    state, journal = come_back(tmp_path, journal, groups_per_step=3)
     with pytest.raises(LedgerError, match="took over"):
         state.take(2, 0, learner_term, 0.0)
     assert len(state.take(3, 0, state.attach(0, None), 0.0).headers) == 3

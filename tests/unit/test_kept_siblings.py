@@ -27,7 +27,7 @@ from streamrl.types import (
     Turn,
     replace,
 )
-from tests.records import lease_one
+from tests.records import lease_one, make_sibling
 from tests.unit.test_generator import (
     LEASE_TTL_S,
     CountingEnvironment,
@@ -158,7 +158,7 @@ async def test_a_sibling_that_cannot_be_read_is_sampled_again(caplog):
     run = make_run()
     await run.learner.attach(0, None)
     lease = await lease_one(run.learner, "dead/1", "dead", 0.0)
-    sibling = SiblingHeader(number=0, lease_id=lease.lease_id, oldest_version=0, num_tokens=2)
+    sibling = make_sibling(lease.lease_id, num_tokens=2)
     await run.learner.put_sibling(sibling, b"junk")
     run.state.ledger.end_lease("dead/1", DropReason.EXPIRED)
     groups = await groups_of(run, UnevenEngine(ALIVE, 0, is_open=True))

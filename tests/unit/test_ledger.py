@@ -19,9 +19,8 @@ from streamrl.types import (
     LengthHistogram,
     OverduePolicy,
     ResponseLengths,
-    SiblingHeader,
 )
-from tests.records import make_header
+from tests.records import make_header, make_sibling
 
 
 def make_ledger(groups_per_step: int = 2, max_staleness: int = 1, **kwargs: Any) -> Ledger:
@@ -81,19 +80,12 @@ def test_a_drain_admits_what_completes_the_last_batch_until_a_learner_attaches()
 
 
 def test_the_oldest_version_of_a_lease_follows_its_place_in_the_stream():
-    ledger = make_ledger(groups_per_step=1, max_staleness=2)
+    ledger = make_ledger(groups_per_step=2, max_staleness=2)
     for step in range(3):
-        fill(ledger, f"first {step}")
+        fill(ledger, f"first {step}", f"second {step}")
         train_one_step(ledger)
-    versions = [grant(ledger, name).min_policy_version for name in "abc"]
-    assert versions == [1, 2, 3]
-
-
-def test_without_staleness_every_oldest_version_is_the_current_version():
-    ledger = make_ledger(groups_per_step=2, max_staleness=0)
-    fill(ledger, "a", "b")
-    train_one_step(ledger)
-    assert {grant(ledger, name).min_policy_version for name in "cd"} == {1}
+    versions = [grant(ledger, name).min_policy_version for name in "abcdef"]
+    assert versions == [1, 1, 2, 2, 3, 3]
 
 
 def test_a_steered_bound_decides_about_new_leases_alone():
@@ -135,21 +127,12 @@ def test_a_learner_brings_the_bound_of_its_checkpoint():
     assert fixed.staleness_bound == 4
 
 
-def test_a_renewed_lease_lives_on_and_a_lost_one_is_named():
+def test_a_renewal_costs_the_same_however_often_and_names_what_is_lost():
     ledger = make_ledger()
-    grant(ledger, "a", now_s=0.0, ttl_s=10.0)
-    assert ledger.renew(["a", "never"], 5.0, 10.0) == ("never",)
-    assert ledger.expire(14.0) == ()
-    assert ledger.expire(15.0) == ("a",)
-
-
-def test_a_renewal_costs_the_same_however_often_a_lease_was_renewed():
-    ledger = make_ledger()
-    ledger.attach(0)
     grant(ledger, "s/0")
     grant(ledger, "s/1")
     for now_s in range(100):
-        assert ledger.renew(["s/0"], now_s, ttl_s=200.0) == ()
+        assert ledger.renew(["s/0", "never"], now_s, ttl_s=200.0) == ("never",)
     assert len(ledger._expiries._heap) == 1
     assert ledger.live_leases() == ("s/0",)
     assert ledger.expire(298.9) == ()
@@ -177,19 +160,6 @@ def test_a_released_lease_returns_its_prompt_or_ends_it_by_its_reason(reason):
     again = grant(ledger, "b").prompt_index
     assert (again == lease.prompt_index) is reason.returns_prompt
     assert ledger.books().dropped == {reason: 1}
-
-
-def test_take_waits_for_a_whole_batch_and_lends_the_oldest_first():
-    ledger = make_ledger(groups_per_step=2, max_staleness=3)
-    leases = [grant(ledger, name) for name in "abcd"]
-    ledger.put("a", make_header(leases[0], version=0), 0.0)
-    assert ledger.take(2, 0, 1) == ()
-    ledger.put("b", make_header(leases[1]), 0.0)
-    assert [g.prompt_index for g in ledger.take(2, 0, 1)] == [0, 1]
-    ledger.advance(1, 1)
-    ledger.put("d", make_header(leases[3], version=0), 0.0)
-    ledger.put("c", make_header(leases[2], version=1), 0.0)
-    assert [g.prompt_index for g in ledger.take(2, 1, 1)] == [3, 2]
 
 
 def test_a_prefetched_batch_counts_the_version_it_will_wait_for():
@@ -323,6 +293,7 @@ def test_a_blank_ledger_continues_the_account_of_a_checkpoint():
     assert new.books().acknowledged == 1
     assert new.books().dropped == {DropReason.FAILED: 1, DropReason.ORPHANED: 3}
     assert [grant(new, name).prompt_index for name in "fghi"] == [1, 2, 3, 5]
+    assert new.entries.responses.frozen() == ResponseLengths(), "counted anew"
 
 
 def test_advance_without_a_loan_is_refused_and_may_be_repeated_with_one():
@@ -339,11 +310,6 @@ def test_advance_without_a_loan_is_refused_and_may_be_repeated_with_one():
 def test_settings_out_of_range_are_named():
     with pytest.raises(ConfigError, match="groups_per_step must be >= 1 \\(was 0\\)"):
         Ledger(groups_per_step=0, max_staleness=0)
-
-
-def test_books_of_nothing_are_balanced():
-    assert Books().balanced
-    assert not Books(granted=1).balanced
 
 
 def test_a_buffer_that_lost_its_memory_does_not_call_its_learner_fenced():
@@ -379,20 +345,9 @@ def test_a_group_that_a_learners_books_contain_was_trained():
     assert ledger.entries.responses.frozen().trained == LengthHistogram.of([6, 6])
 
 
-def test_a_blank_ledger_counts_lengths_anew():
-    old = make_ledger(groups_per_step=1, max_staleness=3)
-    fill(old, "a", "b")
-    train_one_step(old)
-    new = Ledger(groups_per_step=1, max_staleness=3)
-    new.attach(1, old.books())
-    assert new.entries.responses.frozen() == ResponseLengths()
-
-
 def keep_siblings(ledger: Ledger, lease_id: str, *numbers: int, version: int = 0) -> None:
     for number in numbers:
-        sibling = SiblingHeader(
-            number=number, lease_id=lease_id, oldest_version=version, num_tokens=5
-        )
+        sibling = make_sibling(lease_id, number, oldest_version=version, num_tokens=5)
         assert ledger.put_sibling(sibling, 0.0) is not None
 
 

@@ -102,11 +102,16 @@ def test_of_a_flood_the_quarantine_keeps_a_sample(tmp_path):
     assert [path.read_bytes() for path in kept] == [b"abc"] * (BURST + 1)
 
 
-def test_the_quarantine_counts_the_files_of_an_earlier_process(tmp_path):
-    for _ in range(3):
-        for _ in range(4):
-            Quarantine(tmp_path, max_files=5).keep("a", [b"x"], ERROR)
-    assert len(list(tmp_path.iterdir())) == 5
+def test_the_quarantine_is_bounded_and_counts_the_files_of_an_earlier_process(tmp_path):
+    folder = tmp_path / "q"
+    for number in range(6):
+        quarantine = Quarantine(folder, max_files=3, max_bytes=25)
+        quarantine.keep("../a", [bytes([number]) * 5], ERROR)
+    assert [path.read_bytes()[0] for path in sorted(folder.iterdir())] == [3, 4, 5]
+    quarantine.keep("b", [bytes(18)], ERROR)
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 25
+    (tmp_path / "file").write_text("")
+    Quarantine(tmp_path / "file").keep("c", [b""], CorruptMessageError("not kept, no crash"))
 
 
 @pytest.mark.parametrize("depth", [1_100, 100_000])

@@ -6,11 +6,10 @@ from streamrl.metrics import buffer_metrics
 from streamrl.types import (
     MAX_RETRIED,
     DropReason,
-    GeneratorStatus,
     RetriedPrompt,
     replace,
 )
-from tests.records import make_header
+from tests.records import make_header, make_status
 
 TTL_S = 10.0
 
@@ -47,12 +46,11 @@ def test_leases_that_expire_or_end_with_their_process_are_counted():
     state = make_state()
     state.lease(["s1/0"], "g", 0.0)
     state.expire(TTL_S)
-    state.heartbeat(GeneratorStatus(generator_id="g", session="s2", policy_version=0), TTL_S)
+    state.heartbeat(make_status(session="s2"), TTL_S)
     state.lease(["s2/0"], "g", TTL_S)
-    state.heartbeat(GeneratorStatus(generator_id="g", session="s3", policy_version=0), TTL_S)
+    state.heartbeat(make_status(session="s3"), TTL_S)
     state.lease(["s3/0"], "g", TTL_S)
-    leaving = GeneratorStatus(generator_id="g", session="s3", policy_version=0, is_leaving=True)
-    state.heartbeat(leaving, TTL_S)
+    state.heartbeat(make_status(session="s3", is_leaving=True), TTL_S)
     assert state.stats(TTL_S).retried == (RetriedPrompt(prompt_index=0, num_leases=3),)
 
 

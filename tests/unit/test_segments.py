@@ -24,6 +24,8 @@ from streamrl.errors import LostMemoryError, StorageError
 from streamrl.types import Books, DropReason
 from tests.unit.test_journal import (
     MEMORY,
+    close_in_order,
+    come_back,
     commit_and_recover,
     dump,
     header,
@@ -155,8 +157,7 @@ def _kill_at_any_write(folder: Path) -> None:
         assert dump(recovered) in states[num_commits : num_commits + 2]
         named = {place.segment for place in places(run)}
         assert {int(path.stem) for path in segments_of(run)} == named
-        journal.close()
-        assert audit_journal(journal_path(run)).faults == ()
+        close_in_order(run, journal)
     assert num_commits == len(states) - 1
     assert number > 40
 
@@ -217,8 +218,7 @@ def test_a_damaged_group_is_sampled_again_and_the_others_are_kept(tmp_path, capl
     assert state.fetch([0, 1]) == (b"a" * SIZE, b"b" * SIZE)
     (again,) = state.lease(["again"], "g", 0.0)
     assert again.prompt_index == 2
-    journal.close()
-    assert audit_journal(journal_path(tmp_path)).faults == ()
+    close_in_order(tmp_path, journal)
 
 
 def test_a_missing_segment_costs_its_groups_wherever_they_are(tmp_path):
@@ -238,8 +238,7 @@ def test_a_missing_segment_costs_its_groups_wherever_they_are(tmp_path):
     with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[2, 3\]"):
         state.fetch([2, 3])
     journal.commit()
-    journal.close()
-    state, journal = open_journal(tmp_path, max_staleness=3)
+    state, journal = come_back(tmp_path, journal, max_staleness=3)
     # A learner that has made the step keeps what it trained; one that has not samples it again.
     state.attach(1, None)
     books = state.ledger.books()
@@ -247,8 +246,7 @@ def test_a_missing_segment_costs_its_groups_wherever_they_are(tmp_path):
     leases = state.lease([f"again/{number}" for number in range(4)], "g", 0.0)
     assert [lease.prompt_index for lease in leases] == [2, 3, 4, 5]
     journal.commit()
-    journal.close()
-    assert audit_journal(journal_path(tmp_path)).faults == ()
+    close_in_order(tmp_path, journal)
 
 
 def test_a_lost_group_that_is_trained_all_the_same_is_known_to_be_lost(tmp_path):
@@ -262,8 +260,7 @@ def test_a_lost_group_that_is_trained_all_the_same_is_known_to_be_lost(tmp_path)
     state, journal = open_journal(tmp_path)
     state.ledger.advance(1, 1)
     journal.commit()
-    journal.close()
-    assert audit_journal(journal_path(tmp_path)).faults == ()
+    close_in_order(tmp_path, journal)
 
 
 def test_a_segment_that_no_row_names_is_deleted(tmp_path):
@@ -298,8 +295,7 @@ def test_a_segment_that_was_emptied_is_written_no_more(tmp_path):
     assert segments_of(tmp_path) == []
     put_large(state, "b")
     journal.commit()
-    journal.close()
-    state, journal = open_journal(tmp_path, groups_per_step=1)
+    state, journal = come_back(tmp_path, journal, groups_per_step=1)
     assert state.fetch([1]) == (b"b" * SIZE,)
     journal.close()
 
@@ -339,17 +335,7 @@ def test_what_a_full_disk_cut_off_is_written_when_there_is_space(tmp_path, monke
     committed = dump(state)
     num_bytes = [path.stat().st_size for path in segments_of(tmp_path)]
     put_large(state, "b", "c")
-    left = SIZE + 100
-
-    def write_what_fits(file: int, data: memoryview, position: int) -> int:
-        nonlocal left
-        if not left:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        num_written = pwrite(file, data[:left], position)
-        left -= num_written
-        return num_written
-
-    monkeypatch.setattr(os, "pwrite", write_what_fits)
+    fill_disk(monkeypatch, tmp_path, 2 * SIZE + 100)
     for _ in range(2):
         with pytest.raises(StorageError, match=r"cannot be written: .*No space left"):
             journal.commit()
@@ -434,7 +420,6 @@ def test_on_a_full_disk_what_is_acknowledged_makes_room_for_what_waits(tmp_path,
     state.ledger.acknowledge(1, 1)
     commit_and_recover(tmp_path, state, journal)
     assert sum(path.stat().st_size for path in segments_of(tmp_path)) == SIZE
-    assert audit_journal(journal_path(tmp_path)).faults == ()
 
 
 def test_a_disk_that_is_still_full_has_freed_what_is_acknowledged(tmp_path, monkeypatch):
@@ -454,7 +439,6 @@ def test_a_disk_that_is_still_full_has_freed_what_is_acknowledged(tmp_path, monk
     assert audit_journal(journal_path(copy)).faults == ()
     monkeypatch.undo()
     commit_and_recover(tmp_path, state, journal)
-    assert audit_journal(journal_path(tmp_path)).faults == ()
 
 
 def test_on_a_full_disk_a_freed_payload_is_not_taken_for_the_next_one(tmp_path, monkeypatch):
@@ -472,12 +456,10 @@ def test_on_a_full_disk_a_freed_payload_is_not_taken_for_the_next_one(tmp_path, 
     fill_disk(monkeypatch, tmp_path, 0)
     with pytest.raises(StorageError, match="No space left"):
         journal.commit()
-    journal.close()
-    recovered, journal = open_journal(tmp_path)
+    recovered, journal = come_back(tmp_path, journal)
     assert recovered.ledger.books().buffered == 0
     assert recovered.ledger.books().dropped[DropReason.ORPHANED] >= 1
-    journal.close()
-    assert audit_journal(journal_path(tmp_path)).faults == ()
+    close_in_order(tmp_path, journal)
 
 
 def test_the_files_follow_what_waits(tmp_path, monkeypatch):
