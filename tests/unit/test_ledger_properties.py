@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
 
-from buffers.ledger.entries import Entries, ReadyQueue, State, lease_of
+from buffers.audit import audit, compare
+from buffers.ledger.entries import Entries, Event, ReadyQueue, State, lease_of
 from buffers.ledger.ledger import Ledger
 from buffers.ledger.state import GROUP, RetryCounter
 from streamrl.types import (
@@ -23,9 +24,8 @@ from streamrl.types import (
     Lease,
     LengthHistogram,
     OverduePolicy,
-    SiblingHeader,
 )
-from tests.records import make_group, make_header
+from tests.records import make_group, make_header, make_sibling
 
 TTL_S = 10.0
 ENDS_A_LEASE = (DropReason.RELEASED, DropReason.FAILED, DropReason.FILTERED, DropReason.UNIFORM)
@@ -35,7 +35,11 @@ class CountedLedger(Ledger):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.retries = RetryCounter()
-        self.entries.subscribers.append(self.retries.on_event)
+        self.events: list[Event] = []
+        self.entries.subscribers += [self.retries.on_event, self._on_event]
+
+    def _on_event(self, event: Event) -> None:
+        self.events.append(event)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -110,12 +114,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), number=st.integers(0, 2), num_more=st.integers(0, 2))
     def put_a_sibling(self, data: st.DataObject, number: int, num_more: int) -> None:
         lease = self.held[data.draw(st.sampled_from(sorted(self.held)))]
-        sibling = SiblingHeader(
-            number=number,
-            lease_id=lease.lease_id,
-            oldest_version=lease.min_policy_version,
-            num_tokens=100 + num_more,
-        )
+        counts = {"oldest_version": lease.min_policy_version, "num_tokens": 100 + num_more}
+        sibling = make_sibling(lease.lease_id, number, **counts)
         known = {s.number: s for s in self.ledger.entries.find(lease.lease_id).siblings}
         is_more = number not in known or (
             sibling.lease_id != known[number].lease_id
@@ -405,6 +405,12 @@ class LedgerMachine(RuleBasedStateMachine):
         books = self.ledger.books()
         bound = (self.settings["max_staleness"] + 1) * self.settings["groups_per_step"]
         assert books.leased <= bound
+
+    def teardown(self) -> None:
+        if hasattr(self, "ledger"):
+            found = audit(self.ledger.events)
+            assert found.faults == ()
+            assert list(compare(found, self.ledger.snapshot())) == []
 
 
 def _due_of(lease: Lease) -> tuple[int, int]:
