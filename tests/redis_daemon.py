@@ -18,20 +18,13 @@ class RedisDaemon:
         """`settings` are those of the ledger."""
         learner = {"groups_per_step": settings.pop("groups_per_step", 2)}
         max_steps = settings.pop("final_version", 10**6)
-        config = RunConfig.model_validate(
+        self._config = RunConfig.model_validate(
             {
-                "run": {"name": "run", "max_steps": max_steps},
+                "run": {"name": run, "max_steps": max_steps},
                 "model": {"path": "unused"},
                 "data": {"source": "addition"},
                 "learner": learner,
-                "buffer": {"url": url},
-            }
-        )
-        buffer = {"max_staleness": 1, "deadline_s": 20.0, **settings}
-        self._config = config.model_copy(
-            update={
-                "run": config.run.model_copy(update={"name": run}),
-                "buffer": config.buffer.model_copy(update=buffer),
+                "buffer": {"url": url, "max_staleness": 1, "deadline_s": 20.0, **settings},
             }
         )
         self._stop = threading.Event()

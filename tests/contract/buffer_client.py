@@ -18,7 +18,7 @@ from tests.contract.limits_config import limits_config
 
 async def generate(url: str, name: str) -> None:
     """Waits for admission, a second at a time, and looks then whether the run has ended."""
-    buffer = connect(limits_config(url, max_staleness=2))
+    buffer = connect(limits_config(url))
     number = 0
     while True:
         number += 1

@@ -1,6 +1,7 @@
 """One Redis server for all contract tests, a run of its own name for each; or one to be killed."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from buffers.redis.client import RedisBuffer
-from streamrl.types import GeneratorStatus
+from buffers.zmq.client import ZmqBuffer
 from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer, redis_server
 
@@ -28,31 +29,36 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-LEDGER = {"groups_per_step", "max_staleness", "final_version", "lease_ttl_s", "max_group_bytes"}
+@pytest.fixture
+async def zmq_client() -> AsyncIterator[Callable[..., ZmqBuffer]]:
+    """Makes clients, and closes them in the end."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(url: str, **settings: Any) -> ZmqBuffer:
+            client = ZmqBuffer(url, **settings)
+            stack.push_async_callback(client.close)
+            return client
+
+        yield make
+
+
+CLIENT = {"deadline_s", "retry_s", "max_group_bytes", "quarantine"}
 
 
 @pytest.fixture
 async def redis_client() -> AsyncIterator[Connect]:
-    """Makes clients, and the daemon of each run with its first one; closes them in the end."""
-    clients: list[RedisBuffer] = []
+    """Makes clients, and the daemon of each run with its first one, unless the test `serves` it
+    itself; closes them in the end."""
     daemons: dict[str, RedisDaemon] = {}
+    async with contextlib.AsyncExitStack() as stack:
 
-    def make(url: str, run: str = "run", **settings: Any) -> RedisBuffer:
-        if run not in daemons:
-            ledger = {name: settings[name] for name in LEDGER & settings.keys()}
-            daemons[run] = RedisDaemon(url, run, **ledger)
-        own = {name: value for name, value in settings.items() if name not in LEDGER}
-        if "max_group_bytes" in settings:
-            own["max_group_bytes"] = settings["max_group_bytes"]
-        clients.append(RedisBuffer(url, run, **{"deadline_s": 60.0, "retry_s": 2.0, **own}))
-        return clients[-1]
+        def make(url: str, run: str = "run", serves: bool = True, **settings: Any) -> RedisBuffer:
+            own = {name: settings.pop(name) for name in CLIENT & settings.keys()}
+            if serves and run not in daemons:
+                daemons[run] = RedisDaemon(url, run, **settings)
+                stack.push_async_callback(asyncio.to_thread, daemons[run].stop)
+            client = RedisBuffer(url, run, **{"retry_s": 2.0, **own})
+            stack.push_async_callback(client.close)
+            return client
 
-    yield make
-    for client in clients:
-        await client.close()
-    for daemon in daemons.values():
-        await asyncio.to_thread(daemon.stop)
-
-
-def status(**fields: object) -> GeneratorStatus:
-    return GeneratorStatus(generator_id="g", session="g", policy_version=0, **fields)
+        yield make

@@ -12,29 +12,23 @@ import pytest
 from buffers.connect import connect
 from streamrl.cli.main import main
 from streamrl.config import to_yaml
-from streamrl.types import GeneratorStatus, LearnerActivity, LearnerStatus
+from streamrl.types import LearnerActivity, LearnerStatus
 from tests.contract.limits_config import GROUPS_PER_STEP, limits_config
-from tests.contract.test_buffer_limits import SHARED, fill, serving
-from tests.records import lease_one
+from tests.contract.test_buffer_limits import SHARED, serving
+from tests.records import fill, lease_one, make_status
 
 
 async def hold_groups(url: str, *, train: bool) -> None:
     """A batch but one buffered and one leased; or the batch put and trained."""
-    buffer = connect(limits_config(url, max_staleness=2))
+    buffer = connect(limits_config(url))
     await buffer.attach(0, None)
-    await fill(buffer, GROUPS_PER_STEP - (not train))
+    await fill(buffer, *map(str, range(GROUPS_PER_STEP - (not train))))
     if train:
         await buffer.take(GROUPS_PER_STEP, 0, 10.0)
         await buffer.advance(1)
     else:
         await lease_one(buffer, "s/1", "slow", 0.0)
-        status = GeneratorStatus(
-            generator_id="slow",
-            session="s",
-            policy_version=0,
-            lease_ids=("s/1",),
-            lease_ages_s=(12.5,),
-        )
+        status = make_status("slow", "s", lease_ids=("s/1",), lease_ages_s=(12.5,))
         await buffer.heartbeat(status)
     await buffer.close()
 
@@ -44,7 +38,7 @@ def target_of(url: str, folder: Path) -> str:
     if url.startswith("zmq://"):
         return url
     path = folder / "config.yaml"
-    path.write_text(to_yaml(limits_config(url, max_staleness=2)))
+    path.write_text(to_yaml(limits_config(url)))
     return str(path)
 
 
@@ -52,7 +46,7 @@ def target_of(url: str, folder: Path) -> str:
 def test_a_buffer_that_does_not_empty_is_printed_with_its_holders(
     backend: str, tmp_path: Path, capsys
 ):
-    with serving(backend, tmp_path, max_staleness=2) as url:
+    with serving(backend, tmp_path) as url:
         asyncio.run(hold_groups(url, train=False))
         target = target_of(url, tmp_path)
         assert main(["buffer", "inspect", target, "--interval", "0.05"]) == 0
@@ -69,7 +63,7 @@ def test_a_buffer_that_does_not_empty_is_printed_with_its_holders(
 
 @pytest.mark.parametrize("backend", SHARED)
 def test_an_empty_buffer_is_drained(backend: str, tmp_path: Path, capsys):
-    with serving(backend, tmp_path, max_staleness=2) as url:
+    with serving(backend, tmp_path) as url:
         asyncio.run(hold_groups(url, train=True))
         assert main(["buffer", "drain", target_of(url, tmp_path), "--deadline", "30"]) == 0
         output = capsys.readouterr().out
@@ -89,14 +83,14 @@ def test_a_drain_ends_where_no_learner_takes_what_waits(backend: str, tmp_path: 
     )
 
     async def wait_for_a_batch(url: str) -> None:
-        buffer = connect(limits_config(url, max_staleness=2))
+        buffer = connect(limits_config(url))
         await buffer.attach(0, None)
-        await fill(buffer, GROUPS_PER_STEP)
+        await fill(buffer, *map(str, range(GROUPS_PER_STEP)))
         await buffer.close()
 
-    with serving(backend, tmp_path, max_staleness=2) as url:
+    with serving(backend, tmp_path) as url:
         asyncio.run(wait_for_a_batch(url))
-        (run / "config.yaml").write_text(to_yaml(limits_config(url, max_staleness=2)))
+        (run / "config.yaml").write_text(to_yaml(limits_config(url)))
         (run / "learner.json").write_text(json.dumps(msgspec.to_builtins(ended, str_keys=True)))
         assert main(["buffer", "drain", str(run), "--deadline", "0.1"]) == 1
         assert "not drained within 0.1 s" in capsys.readouterr().out, "a launch has begun since"
@@ -123,7 +117,7 @@ def test_what_is_no_buffer_is_one_sentence_and_exit_code_2(capsys, arguments, se
 
 @pytest.mark.parametrize("backend", SHARED)
 def test_status_of_a_buffer_alone_prints_what_it_knows(backend: str, tmp_path: Path, capsys):
-    with serving(backend, tmp_path, max_staleness=2) as url:
+    with serving(backend, tmp_path) as url:
         asyncio.run(hold_groups(url, train=False))
         target = target_of(url, tmp_path)
         assert main(["status", target]) == 0

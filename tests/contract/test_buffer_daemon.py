@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from buffers import messages as m
 from buffers.audit import audit_journal
 from buffers.connect import try_stats
 from buffers.journal.sqlite import journal_path
-from buffers.ledger.ledger import Ledger
-from buffers.ledger.state import BufferState
 from buffers.zmq import multipart
 from buffers.zmq.client import ZmqBuffer
 from buffers.zmq.server import POLL_S, ZmqBufferServer
@@ -37,7 +34,6 @@ from streamrl.errors import (
     PARENT_VARIABLE,
     ConfigError,
     CorruptMessageError,
-    LostMemoryError,
     SchemaVersionError,
     StorageError,
     TransportError,
@@ -46,37 +42,35 @@ from streamrl.types import (
     Books,
     BufferStats,
     DropReason,
-    GeneratorStatus,
     RefusalReason,
     SchedulingState,
     pack,
 )
-from tests.contract.test_buffers import zmq_server
+from tests.contract.test_zmq import make_state, zmq_server
 from tests.ports import free_port
-from tests.records import damaged, fill, lease_one, make_group
-from tests.waiting import until as waiting_until
+from tests.records import damaged, fill, lease_one, make_group, make_status
+from tests.waiting import DEADLINE_S, until
 
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
-DEADLINE_S = 120.0
-until = partial(waiting_until, deadline_s=DEADLINE_S)
 CONFIG = """
 run: {{name: run, folder: {folder}}}
 model: {{path: unused}}
 data: {{source: addition}}
-buffer: {{url: "{url}", max_staleness: 3, lease_ttl_s: 20, deadline_s: 20}}
+buffer: {{url: "{url}", max_staleness: 3, lease_ttl_s: 20, deadline_s: 30}}
 learner: {{groups_per_step: 2}}
 """
 
 
 class Daemon:
-    """`streamrl buffer`, started and killed at will on one port."""
+    """`streamrl buffer`, started and killed at will; at one port, unless it has another URL."""
 
-    def __init__(self, folder: Path) -> None:
-        self.url = f"zmq://127.0.0.1:{free_port()}"
+    def __init__(self, folder: Path, url: str = "") -> None:
+        self.url = url or f"zmq://127.0.0.1:{free_port()}"
         self.run = folder / "run"
         self.config = folder / "config.yaml"
         self.config.write_text(CONFIG.format(folder=folder, url=self.url))
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Any = None
+        self._clients: list[ZmqBuffer] = []
 
     def start(self, *overrides: str) -> None:
         command = [STREAMRL, "buffer", str(self.config)]
@@ -85,22 +79,27 @@ class Daemon:
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def kill(self) -> None:
-        assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     def end(self) -> int:
-        assert self.process is not None
         self.process.terminate()
         return self.process.wait(DEADLINE_S)
 
     def limit_files(self, num_bytes: int) -> None:
         """What a full disk does: a file cannot grow; -1 is no limit."""
-        assert self.process is not None
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (num_bytes, -1))
 
     def client(self, deadline_s: float = DEADLINE_S) -> ZmqBuffer:
-        return ZmqBuffer(self.url, deadline_s=deadline_s, retry_s=0.3)
+        """It is closed with the daemon."""
+        self._clients.append(ZmqBuffer(self.url, deadline_s=deadline_s, retry_s=0.3))
+        return self._clients[-1]
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
 
     @property
     def log(self) -> str:
@@ -108,16 +107,11 @@ class Daemon:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
+async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
     daemon = Daemon(tmp_path)
     daemon.start()
     yield daemon
-    if daemon.process is not None and daemon.process.poll() is None:
-        daemon.kill()
-
-
-def status(session: str = "s", **kwargs: object) -> GeneratorStatus:
-    return GeneratorStatus(generator_id="g", session=session, policy_version=0, **kwargs)
+    await daemon.close()
 
 
 async def test_nobody_notices_that_a_buffer_was_killed(daemon: Daemon):
@@ -136,15 +130,12 @@ async def test_nobody_notices_that_a_buffer_was_killed(daemon: Daemon):
     assert [g.prompt_index for g in await learner.fetch([1, 0])] == [1, 0]
     assert (await learner.advance(1)).books.trained == 2
     assert audit_journal(journal_path(daemon.run)).faults == ()
-    reply = await generator.heartbeat(status(lease_ids=("s/d",)))
+    reply = await generator.heartbeat(make_status(lease_ids=("s/d",)))
     assert (reply.lost_lease_ids, reply.incarnation) == ((), after.incarnation)
-    assert held is not None
     await generator.put("s/d", make_group(held.prompt_index, lease_id="s/d"))
     await learner.acknowledge(1)
     assert daemon.end() == 0
     assert audit_journal(journal_path(daemon.run)).faults == ()
-    await generator.close()
-    await learner.close()
 
 
 async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: Daemon):
@@ -156,7 +147,6 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
     async def generate(index: int) -> None:
         for number in range(10_000):
             lease = await lease_one(generators[index], f"{index}/{number}", str(index), 60.0)
-            assert lease is not None
             group = make_group(
                 lease.prompt_index, lease_id=lease.lease_id, version=lease.min_policy_version
             )
@@ -188,12 +178,10 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
     await learner.stats()
     assert daemon.end() == 0
     assert audit_journal(journal_path(daemon.run)).faults == ()
-    for client in (learner, *generators):
-        await client.close()
 
 
 async def test_on_a_full_disk_clients_wait_and_nothing_is_lost(daemon: Daemon):
-    generator, learner, other = daemon.client(), daemon.client(), daemon.client(deadline_s=4.0)
+    generator, learner, other = daemon.client(), daemon.client(), daemon.client(deadline_s=10.0)
     await learner.attach(0, None)
     leases = [await lease_one(generator, f"s/{i}", "g", 0.0) for i in range(4)]
     await generator.put("s/0", make_group(0, lease_id="s/0"))
@@ -217,14 +205,11 @@ async def test_on_a_full_disk_clients_wait_and_nothing_is_lost(daemon: Daemon):
     assert [h.prompt_index for h in headers] == [lease.prompt_index for lease in leases if lease]
     (group,) = await learner.fetch([2])
     assert group.num_tokens == large[1].num_tokens
-    for client in (generator, learner, other):
-        await client.close()
 
 
 async def test_a_buffer_that_is_told_to_end_on_a_full_disk_has_not_crashed(daemon: Daemon):
     client = daemon.client()
     await client.attach(0, None)
-    await client.close()
     daemon.limit_files(0)
     assert daemon.end() == 0
 
@@ -239,6 +224,15 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs the right to mount a tmpfs")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill_up(disk: Path) -> Path:
+    """The file that has the rest of it."""
+    ballast = disk / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return ballast
 
 
 async def test_a_checkpoint_frees_a_file_system_that_groups_have_filled(disk: Path, daemon: Daemon):
@@ -265,8 +259,6 @@ async def test_a_checkpoint_frees_a_file_system_that_groups_have_filled(disk: Pa
     books = (await learner.stats()).books
     assert (books.acknowledged, books.buffered, books.dropped) == (2, 1, {})
     daemon.kill()
-    await generator.close()
-    await learner.close()
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
@@ -283,19 +275,14 @@ async def test_a_buffer_started_on_a_full_disk_waits_for_space(
         daemon.kill()
     else:
         daemon.end()
-    ballast = disk / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
+    ballast = fill_up(disk)
     daemon.start(f"run.folder={disk}")
     stats, reason = await told(client)
     assert "journal.sqlite cannot be written" in (reason if stats is None else stats.refusal)
-    assert daemon.process is not None
     assert daemon.process.poll() is None
     ballast.unlink()
     assert [h.prompt_index for h in (await client.take(1, 0, 10.0)).headers] == [0]
     daemon.kill()
-    await client.close()
 
 
 async def told(client: ZmqBuffer) -> tuple[BufferStats | None, str]:
@@ -308,9 +295,7 @@ async def told(client: ZmqBuffer) -> tuple[BufferStats | None, str]:
 
 
 def test_a_daemon_that_cannot_write_its_configuration_leaves_none(disk: Path, tmp_path: Path):
-    with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
+    fill_up(disk)
     daemon = Daemon(tmp_path)
     command = [STREAMRL, "buffer", str(daemon.config), "--set", f"run.folder={disk}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -328,7 +313,7 @@ async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemo
     daemon.kill()
     shutil.copytree(daemon.run / "buffer", copy)
     daemon.start()
-    before = await generator.heartbeat(status())
+    before = await generator.heartbeat(make_status())
     await learner.take(2, 0, 1.0)
     books = (await learner.advance(1)).books
     held = [await lease_one(generator, f"s/{name}", "g", 0.0) for name in "cd"]
@@ -336,11 +321,11 @@ async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemo
     shutil.rmtree(daemon.run / "buffer")
     shutil.copytree(copy, daemon.run / "buffer")
     daemon.start()
-    reply = await generator.heartbeat(status(lease_ids=("s/c", "s/d")))
+    reply = await generator.heartbeat(make_status(lease_ids=("s/c", "s/d")))
     assert reply.incarnation != before.incarnation
     assert reply.lost_lease_ids == ("s/c", "s/d")
     asserted = tuple(lease for lease in held if lease)
-    reply = await generator.heartbeat(status(lease_ids=("s/c", "s/d"), held=asserted))
+    reply = await generator.heartbeat(make_status(lease_ids=("s/c", "s/d"), held=asserted))
     assert reply.lost_lease_ids == ()
     stats = await learner.attach(1, books)
     assert (stats.books.leased, stats.books.balanced) == (2, True)
@@ -349,19 +334,6 @@ async def test_a_buffer_restored_from_an_older_copy_is_told_what_it_forgot(daemo
     assert [h.prompt_index for h in (await learner.take(2, 1, 1.0)).headers] == [2, 3]
     assert daemon.end() == 0
     assert audit_journal(journal_path(daemon.run)).faults == ()
-    await generator.close()
-    await learner.close()
-
-
-async def test_a_learner_hears_that_a_buffer_has_lost_everything(daemon: Daemon):
-    learner = daemon.client()
-    await learner.attach(0, None)
-    daemon.kill()
-    shutil.rmtree(daemon.run / "buffer")
-    daemon.start()
-    with pytest.raises(LostMemoryError, match="knows term 0, not 1"):
-        await learner.take(1, 0, 0.0)
-    await learner.close()
 
 
 async def test_a_buffer_of_an_ended_run_waits_for_somebody_to_come(daemon: Daemon):
@@ -370,15 +342,13 @@ async def test_a_buffer_of_an_ended_run_waits_for_somebody_to_come(daemon: Daemo
     daemon.kill()
     daemon.start()
     await learner.finish()
-    assert daemon.process is not None
     assert await asyncio.to_thread(daemon.process.wait, DEADLINE_S) == 0
     daemon.start()
     stats = await learner.stats()
     assert (stats.finished, stats.is_over) == (True, False)
-    assert not (await learner.heartbeat(status())).finished
-    await learner.heartbeat(status(is_leaving=True))
+    assert not (await learner.heartbeat(make_status())).finished
+    await learner.heartbeat(make_status(is_leaving=True))
     assert not (await learner.attach(0, None)).finished
-    await learner.close()
 
 
 async def test_a_learner_that_is_killed_as_a_launch_ends_finds_the_buffer_again(
@@ -390,36 +360,31 @@ async def test_a_learner_that_is_killed_as_a_launch_ends_finds_the_buffer_again(
     learner, again = daemon.client(), daemon.client()
     await learner.attach(0, None)
     await learner.finish()
-    assert daemon.process is not None
     with pytest.raises(subprocess.TimeoutExpired):
         await asyncio.to_thread(daemon.process.wait, 2.0)
     await again.attach(0, None)
     await again.finish()
     assert daemon.end() == 0
-    await learner.close()
-    await again.close()
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_who_has_joined_a_launch_hears_of_its_end(tmp_path: Path, leaves: bool):
+async def test_who_has_joined_a_launch_hears_of_its_end(tmp_path: Path, leaves: bool, zmq_client):
     """The launcher waits for its own generators only."""
     runs = threading.Event()
-    state = BufferState[bytes](Ledger(groups_per_step=2, max_staleness=1), lease_ttl_s=60.0)
     clock = lambda: time.monotonic() if runs.is_set() else 0.0  # noqa: E731
-    server = ZmqBufferServer(state, "zmq://127.0.0.1:0", quarantine=tmp_path, clock=clock)
+    server = ZmqBufferServer(make_state(), "zmq://127.0.0.1:0", quarantine=tmp_path, clock=clock)
     stop = threading.Event()
     serving = asyncio.create_task(asyncio.to_thread(server.serve, stop))
-    client = ZmqBuffer(server.url)
+    client = zmq_client(server.url)
     await client.attach(0, None)
-    await client.heartbeat(status())
+    await client.heartbeat(make_status())
     await client.finish()
     stop.set()
     await asyncio.sleep(3 * POLL_S)
     assert not serving.done()
-    assert (await client.heartbeat(status(is_leaving=leaves))).finished
+    assert (await client.heartbeat(make_status(is_leaving=leaves))).finished
     runs.set()
     await asyncio.wait_for(serving, DEADLINE_S)
-    await client.close()
 
 
 def test_an_audit_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -466,9 +431,11 @@ def of_schema(version: int, record: object) -> bytes:
     ],
     ids=["lengths", "nan", "reward", "schema", "cut", "empty", "another record"],
 )
-async def test_a_malformed_group_ends_its_lease_once_and_is_kept(tmp_path, payload, kind):
+async def test_a_malformed_group_ends_its_lease_once_and_is_kept(
+    tmp_path, payload, kind, zmq_client
+):
     with zmq_server(tmp_path, journal=True) as server:
-        buffer = ZmqBuffer(server.url)
+        buffer = zmq_client(server.url)
         await buffer.attach(0, None)
         await lease_one(buffer, "s/a", "g", 0.0)
         request = wire.encode(m.PutRequest("s/a"))
@@ -481,7 +448,6 @@ async def test_a_malformed_group_ends_its_lease_once_and_is_kept(tmp_path, paylo
         kept = sorted((tmp_path / "quarantine").iterdir())
         assert [path.read_bytes() for path in kept] == [payload, payload]
         await fill(buffer, "s/b")
-        await buffer.close()
 
 
 async def test_an_attach_that_is_sent_again_fences_nobody(tmp_path):
@@ -492,10 +458,10 @@ async def test_an_attach_that_is_sent_again_fences_nobody(tmp_path):
 
 
 async def test_a_connection_made_while_a_request_could_not_be_sent_is_noticed(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, zmq_client
 ):
     with zmq_server(tmp_path) as server:
-        buffer = ZmqBuffer(server.url, retry_s=60.0)
+        buffer = zmq_client(server.url, retry_s=60.0)
         await buffer.stats()
         send_now, refusals = multipart.send, iter([zmq.Again()])
 
@@ -508,38 +474,23 @@ async def test_a_connection_made_while_a_request_could_not_be_sent_is_noticed(
         monkeypatch.setattr(multipart, "send", send_later)
         async with asyncio.timeout(DEADLINE_S):
             assert (await buffer.stats()).books.balanced
-        await buffer.close()
 
 
-async def test_a_malformed_request_is_refused_counted_and_kept(tmp_path):
+async def test_a_malformed_request_is_refused_counted_and_kept(tmp_path, zmq_client):
     with zmq_server(tmp_path) as server:
         foreign = of_schema(99, m.PutRequest("s/a"))
         for message, error in ((b"nonsense", CorruptMessageError), (foreign, SchemaVersionError)):
             assert isinstance((await send(server.url, message)).exception(), error)
-        buffer = ZmqBuffer(server.url)
+        buffer = zmq_client(server.url)
         assert (await buffer.stats()).refused == {RefusalReason.MALFORMED: 2}
         kept = sorted((tmp_path / "quarantine").iterdir())
         assert [path.read_bytes() for path in kept] == [b"nonsense", foreign]
-        await buffer.close()
-
-
-async def test_the_quarantine_is_bounded(tmp_path):
-    from buffers.quarantine import Quarantine
-
-    quarantine = Quarantine(tmp_path / "q", max_files=3, max_bytes=25)
-    for number in range(6):
-        quarantine.keep("../a", [bytes([number]) * 5], CorruptMessageError("x"))
-    assert [p.read_bytes()[0] for p in sorted((tmp_path / "q").iterdir())] == [3, 4, 5]
-    quarantine.keep("b", [bytes(18)], CorruptMessageError("x"))
-    assert sum(p.stat().st_size for p in (tmp_path / "q").iterdir()) <= 25
-    (tmp_path / "file").write_text("")
-    Quarantine(tmp_path / "file").keep("c", [b""], CorruptMessageError("not kept, no crash"))
 
 
 # Keys.
 
 
-async def test_with_keys_the_buffer_serves_who_has_them_and_nobody_else(tmp_path):
+async def test_with_keys_the_buffer_serves_who_has_them_and_nobody_else(tmp_path, zmq_client):
     keys, others = tmp_path / "keys", tmp_path / "others"
     assert main(["keys", "new", str(keys)]) == 0
     make_keys(others)
@@ -548,25 +499,22 @@ async def test_with_keys_the_buffer_serves_who_has_them_and_nobody_else(tmp_path
     shutil.copytree(others, half)
     shutil.copy(keys / "server.public", half / "server.public")
     with zmq_server(tmp_path, curve=keys) as server:
-        buffer = ZmqBuffer(server.url, curve=keys)
+        buffer = zmq_client(server.url, curve=keys)
         await buffer.attach(0, None)
         for wrong in (None, others, half):
-            stranger = ZmqBuffer(server.url, deadline_s=3.0, retry_s=0.3, curve=wrong)
+            stranger = zmq_client(server.url, deadline_s=3.0, retry_s=0.3, curve=wrong)
             with pytest.raises(TransportError, match=r"refuses the keys .*buffer\.curve"):
                 await stranger.stats()
-            await stranger.close()
         await fill(buffer, "s/a")
         assert (await buffer.stats()).books.buffered == 1
-        await buffer.close()
 
 
-async def test_a_client_with_keys_gets_no_answer_from_a_buffer_without(tmp_path):
+async def test_a_client_with_keys_gets_no_answer_from_a_buffer_without(tmp_path, zmq_client):
     make_keys(tmp_path / "keys")
     with zmq_server(tmp_path) as server:
-        buffer = ZmqBuffer(server.url, deadline_s=3.0, retry_s=0.3, curve=tmp_path / "keys")
+        buffer = zmq_client(server.url, deadline_s=3.0, retry_s=0.3, curve=tmp_path / "keys")
         with pytest.raises(TransportError, match=r"or has none"):
             await buffer.stats()
-        await buffer.close()
 
 
 def test_keys_are_not_written_over(tmp_path, capsys):
@@ -577,7 +525,7 @@ def test_keys_are_not_written_over(tmp_path, capsys):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-async def test_without_keys_nobody_serves_or_connects_beyond_this_machine(tmp_path):
+async def test_without_keys_nobody_serves_or_connects_beyond_this_machine(tmp_path, zmq_client):
     url = "zmq://0.0.0.0:0"
     with pytest.raises(ConfigError, match="streamrl keys new FOLDER"), zmq_server(tmp_path, url):
         pass
@@ -590,9 +538,8 @@ async def test_without_keys_nobody_serves_or_connects_beyond_this_machine(tmp_pa
     make_keys(tmp_path / "keys")
     with zmq_server(tmp_path, url, curve=tmp_path / "keys") as server:
         port = server.url.rpartition(":")[2]
-        buffer = ZmqBuffer(f"zmq://127.0.0.1:{port}", curve=tmp_path / "keys")
+        buffer = zmq_client(f"zmq://127.0.0.1:{port}", curve=tmp_path / "keys")
         assert (await buffer.stats()).books == Books()
-        await buffer.close()
 
 
 def test_keys_that_are_missing_are_named(tmp_path):
@@ -603,12 +550,13 @@ def test_keys_that_are_missing_are_named(tmp_path):
         pass
 
 
-async def test_a_client_of_another_run_is_refused_and_leases_nothing(tmp_path):
+async def test_a_client_of_another_run_is_refused_and_leases_nothing(tmp_path, zmq_client):
     with zmq_server(tmp_path, run_name="mine") as server:
-        clients = {n: ZmqBuffer(server.url, deadline_s=10.0, run_name=n) for n in ("", "mine", "x")}
+        names = ("", "mine", "x")
+        clients = {n: zmq_client(server.url, deadline_s=10.0, run_name=n) for n in names}
         other = clients["x"]
         for call in (
-            other.heartbeat(status()),
+            other.heartbeat(make_status()),
             other.lease(("a",), "g", 0.0),
             other.attach(0, None),
             other.stats(),
@@ -621,12 +569,10 @@ async def test_a_client_of_another_run_is_refused_and_leases_nothing(tmp_path):
         assert (stats.books.granted, stats.books.learner_term, stats.generators) == (0, 0, ())
         assert not stats.draining
         # A lease that waits for the learner is not that of a successor of its generator.
-        await clients["mine"].heartbeat(status())
+        await clients["mine"].heartbeat(make_status())
         waiting = asyncio.create_task(clients["mine"].lease(("a",), "g", 60.0))
         await asyncio.sleep(0.1)
         with pytest.raises(ConfigError, match="is of the run mine"):
-            await other.heartbeat(status(session="another"))
+            await other.heartbeat(make_status(session="another"))
         await clients["mine"].attach(0, None)
         assert len(await asyncio.wait_for(waiting, 120)) == 1
-        for client in clients.values():
-            await client.close()

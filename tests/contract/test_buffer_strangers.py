@@ -22,16 +22,15 @@ from streamrl import wire
 from streamrl.errors import LedgerError, LostMemoryError, TransportError, WireError
 from streamrl.types import (
     Books,
-    GeneratorStatus,
     Lease,
     RefusalReason,
     SchedulingState,
     pack,
     replace,
 )
-from tests.contract.test_buffer_daemon import Daemon, status
-from tests.contract.test_buffers import zmq_server
-from tests.records import fill, lease_one, make_group
+from tests.contract.test_buffer_daemon import Daemon
+from tests.contract.test_zmq import zmq_server
+from tests.records import fill, lease_one, make_group, make_status
 
 MB = 2**20
 
@@ -41,12 +40,9 @@ async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
     """One that has served somebody."""
     daemon = Daemon(tmp_path)
     daemon.start()
-    client = daemon.client()
-    await client.attach(0, None)
-    await client.close()
+    await daemon.client().attach(0, None)
     yield daemon
-    if daemon.process is not None and daemon.process.poll() is None:
-        daemon.kill()
+    await daemon.close()
 
 
 class Stranger:
@@ -112,22 +108,16 @@ HOSTILE: dict[str, bytes] = {
             "lease of nobody": m.LeaseRequest(("s/1",), "", 0.0),
             "a line break": m.ReleaseRequest("s\nerror", "failed"),  # type: ignore[arg-type]
             "held at 2**64-1": m.HeartbeatRequest(
-                status(held=(held(min_policy_version=2**64 - 1),))
+                make_status(held=(held(min_policy_version=2**64 - 1),))
             ),
-            "held prompt 2**63": m.HeartbeatRequest(status(held=(held(prompt_index=2**63),))),
-            "reports 2**64-1": m.HeartbeatRequest(
-                GeneratorStatus(generator_id="g", session="s", policy_version=2**64 - 1)
-            ),
-            "reports NaN": m.HeartbeatRequest(status(tokens_per_s=math.nan)),
+            "held prompt 2**63": m.HeartbeatRequest(make_status(held=(held(prompt_index=2**63),))),
+            "reports 2**64-1": m.HeartbeatRequest(make_status(policy_version=2**64 - 1)),
+            "reports NaN": m.HeartbeatRequest(make_status(tokens_per_s=math.nan)),
             "attach 2**63": m.AttachRequest(2**63, None, "a"),
             "attach -1": m.AttachRequest(-1, None, "a"),
-            "attach, open 2**40": m.AttachRequest(0, books(open_ranges=((0, 2**40),)), "a"),
             "attach, open 2**30 of 2**40": m.AttachRequest(0, FAR, "a"),
             "attach, next 2**62": m.AttachRequest(0, Books(next_prompt_index=2**62), "a"),
-            "attach, books of 2**52": m.AttachRequest(0, books(revision=2**52), "a"),
-            "attach, term 2**52": m.AttachRequest(0, books(learner_term=2**52), "a"),
             "attach, unbalanced": m.AttachRequest(0, books(trained=3), "a"),
-            "attach, ranges overlap": m.AttachRequest(0, books(open_ranges=((0, 2), (1, 3))), "a"),
             "fetch -1": m.FetchRequest((-1,)),
             "fetch twice": m.FetchRequest((0, 0)),
             "advance 2**63": m.AdvanceRequest(2**63, 1),
@@ -142,7 +132,6 @@ HOSTILE: dict[str, bytes] = {
 async def test_a_request_out_of_range_is_refused_and_changes_nothing(daemon: Daemon):
     client = daemon.client()
     before = (await client.stats()).books
-    assert daemon.process is not None
     rss = psutil.Process(daemon.process.pid).memory_info().rss
     for name, message in HOSTILE.items():
         stranger = Stranger(daemon.url)
@@ -153,7 +142,6 @@ async def test_a_request_out_of_range_is_refused_and_changes_nothing(daemon: Dae
         assert (await client.stats()).books == before, name
     assert psutil.Process(daemon.process.pid).memory_info().rss < rss + 64 * MB
     await fill(client, "s/a")
-    await client.close()
     assert daemon.end() == 0
     assert audit_journal(journal_path(daemon.run)).faults == ()
 
@@ -176,7 +164,6 @@ async def test_a_group_that_is_lost_before_it_is_written_is_sampled_again(daemon
     await client.attach(0, None)
     again = await lease_one(client, "s/2", "g", 0.0)
     assert again.prompt_index == lease.prompt_index
-    await client.close()
     stranger.close()
     daemon.kill()
     assert audit_journal(journal_path(daemon.run)).faults == ()
@@ -194,11 +181,9 @@ async def test_books_far_ahead_cost_nothing_and_the_audit_knows_them(daemon: Dae
     assert stats.books.balanced
     assert stats.books.open_ranges == still_open
     lease = await lease_one(client, "s/a", "g", 0.0)
-    assert lease is not None
     assert lease.prompt_index == far - 3
     with pytest.raises(LedgerError, match="move its journal away"):
         await client.attach(0, Books())
-    await client.close()
     assert daemon.end() == 0
     assert audit_journal(journal_path(daemon.run)).faults == ()
 
@@ -209,7 +194,7 @@ async def test_held_leases_free_no_more_prompts_than_a_buffer_may_have_forgotten
         leases = tuple(
             replace(held(prompt_index=90_000 * n), lease_id=f"s/{n}") for n in range(1, 50)
         )
-        await stranger.call(wire.encode(m.HeartbeatRequest(status(held=leases))))
+        await stranger.call(wire.encode(m.HeartbeatRequest(make_status(held=leases))))
         reply = await stranger.call(wire.encode(m.StatsRequest()))
         stranger.close()
         assert reply.stats.books.next_prompt_index == 90_001

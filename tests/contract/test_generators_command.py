@@ -15,20 +15,16 @@ from streamrl.cli.display.generators import generator_rows
 from streamrl.cli.main import main
 from streamrl.diagnosis.reading import HEARTBEAT_TIMEOUT_S
 from streamrl.interfaces import TrajectoryBuffer
-from streamrl.types import Books, BufferStats, GeneratorStatus, OverduePolicy, SchedulingState
+from streamrl.types import Books, BufferStats, OverduePolicy, SchedulingState
 from tests.contract.limits_config import limits_config
 from tests.contract.test_buffer_command import target_of
 from tests.contract.test_buffer_limits import SHARED, serving
-
-
-def status(generator_id: str, **fields: Any) -> GeneratorStatus:
-    known = {"session": generator_id, "policy_version": 0, **fields}
-    return GeneratorStatus(generator_id=generator_id, **known)
+from tests.records import make_status
 
 
 def ask(url: str, call: Callable[[TrajectoryBuffer], Any]) -> Any:
     async def asked() -> Any:
-        buffer = connect(limits_config(url, max_staleness=2))
+        buffer = connect(limits_config(url))
         try:
             return await call(buffer)
         finally:
@@ -39,13 +35,13 @@ def ask(url: str, call: Callable[[TrajectoryBuffer], Any]) -> Any:
 
 @pytest.mark.parametrize("backend", SHARED)
 def test_generators_are_listed_and_scheduled(backend: str, tmp_path: Path, capsys):
-    with serving(backend, tmp_path, max_staleness=2) as url:
+    with serving(backend, tmp_path) as url:
         target = target_of(url, tmp_path)
         held = {"lease_ids": ("quick/1",), "lease_ages_s": (12.5,), "tokens_per_s": 1234.4}
         held |= {"uptime_s": 50.0, "busy_s": 40.0, "pause_s": 1.0, "kv_usage": 0.25}
         ask(url, lambda buffer: buffer.attach(5, None))
-        ask(url, lambda buffer: buffer.heartbeat(status("quick", policy_version=4, **held)))
-        ask(url, lambda buffer: buffer.heartbeat(status("late", is_catching_up=True)))
+        ask(url, lambda buffer: buffer.heartbeat(make_status("quick", policy_version=4, **held)))
+        ask(url, lambda buffer: buffer.heartbeat(make_status("late", is_catching_up=True)))
         assert main(["generators", "cordon", target, "quick"]) == 0
         assert "quick is granted no leases" in capsys.readouterr().out
         assert main(["generators", target]) == 0
@@ -72,9 +68,9 @@ def test_generators_are_listed_and_scheduled(backend: str, tmp_path: Path, capsy
 
 @pytest.mark.parametrize("backend", SHARED)
 def test_a_drain_waits_until_the_generator_has_left(backend: str, tmp_path: Path, capsys):
-    with serving(backend, tmp_path, max_staleness=2) as url, ThreadPoolExecutor() as threads:
+    with serving(backend, tmp_path) as url, ThreadPoolExecutor() as threads:
         target = target_of(url, tmp_path)
-        ask(url, lambda buffer: buffer.heartbeat(status("g", lease_ids=("g/1",))))
+        ask(url, lambda buffer: buffer.heartbeat(make_status("g", lease_ids=("g/1",))))
         assert main(["generators", "drain", target, "g", "--deadline", "0"]) == 1
         output = capsys.readouterr().out
         assert "not drained within 0 s: g: draining, 1 leases" in output
@@ -82,12 +78,12 @@ def test_a_drain_waits_until_the_generator_has_left(backend: str, tmp_path: Path
         draining = threads.submit(main, ["generators", "drain", target, "g"])
         deadline = time.monotonic() + 120
         while (
-            ask(url, lambda b: b.heartbeat(status("g"))).scheduling_state
+            ask(url, lambda b: b.heartbeat(make_status("g"))).scheduling_state
             is not SchedulingState.DRAINING
         ):
             assert time.monotonic() < deadline
         assert not draining.done()
-        ask(url, lambda buffer: buffer.heartbeat(status("g", is_leaving=True)))
+        ask(url, lambda buffer: buffer.heartbeat(make_status("g", is_leaving=True)))
         assert draining.result(120) == 0
         assert "g has left" in capsys.readouterr().out
 
@@ -106,7 +102,7 @@ def stats(**fields: Any) -> BufferStats:
 
 def test_who_is_silent_or_away_is_listed_as_such():
     reading = stats(
-        generators=(status("b"), status("a")),
+        generators=(make_status("b"), make_status("a")),
         heartbeat_ages_s=(HEARTBEAT_TIMEOUT_S + 0.1, HEARTBEAT_TIMEOUT_S),
         scheduling_states={"b": SchedulingState.CORDONED, "c": SchedulingState.DRAINING},
     )

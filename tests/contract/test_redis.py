@@ -27,8 +27,8 @@ from streamrl.errors import (
     UnknownLeaseError,
 )
 from streamrl.types import DropReason
-from tests.contract.conftest import Connect, status
-from tests.records import fill, lease_one, make_group
+from tests.contract.conftest import Connect
+from tests.records import fill, lease_one, make_group, make_status
 from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer, redis_server
 
@@ -65,7 +65,7 @@ async def test_calls_that_wait_live_through_a_restart(
     leasing = asyncio.create_task(lease_one(generator, "e", "g", 60.0))
     await asyncio.sleep(0.1)
     own_redis.kill()
-    beating = asyncio.create_task(generator.heartbeat(status(lease_ids=("d",))))
+    beating = asyncio.create_task(generator.heartbeat(make_status(lease_ids=("d",))))
     await asyncio.sleep(0.3)
     putting = asyncio.create_task(generator.put("d", make_group(3, lease_id="d")))
     await asyncio.sleep(0.3)
@@ -76,7 +76,6 @@ async def test_calls_that_wait_live_through_a_restart(
     assert [header.prompt_index for header in (await taking).headers] == [0, 1, 2, 3]
     await learner.advance(1)
     lease = await leasing
-    assert lease is not None
     assert lease.prompt_index == 4
 
 
@@ -225,14 +224,13 @@ async def test_a_server_that_comes_back_blank_shows_it_to_everybody(
         server.start()
         with pytest.raises(LedgerError, match="lost memory"):
             await learner.take(2, 1, 5.0)
-        assert (await generator.heartbeat(status(lease_ids=("d",)))).lost_lease_ids == ("d",)
+        assert (await generator.heartbeat(make_status(lease_ids=("d",)))).lost_lease_ids == ("d",)
         with pytest.raises(UnknownLeaseError):
             await generator.put("d", make_group(3, lease_id="d"))
         stats = await redis_client(server.url).attach(1, books)
         assert stats.books.balanced
         assert (stats.books.acknowledged, stats.books.dropped) == (2, {DropReason.ORPHANED: 2})
         lease = await lease_one(generator, "e", "g", 0.0)
-        assert lease is not None
         assert lease.prompt_index == 2
 
 

@@ -3,10 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,61 +28,47 @@ from streamrl.errors import (
     StorageError,
     UnknownLeaseError,
 )
-from streamrl.types import DropReason, GroupHeader, SiblingHeader, TakenBatch
+from streamrl.types import DropReason, GroupHeader, TakenBatch
 from tests.contract.conftest import Connect
-from tests.contract.test_buffers import make_ledger, status
-from tests.records import fill, lease_one, make_group
+from tests.contract.test_buffer_daemon import Daemon
+from tests.contract.test_zmq import make_state
+from tests.records import fill, lease_one, make_group, make_sibling, make_status
 from tests.redis_daemon import RedisDaemon
 from tests.redis_server import RedisServer, named_payloads, redis_server
 from tests.training import make_config
 from tests.unit.test_session import Reporter
-
-STREAMRL = str(Path(sys.executable).with_name("streamrl"))
-DEADLINE_S = 120.0
-CONFIG = """
-run: {{name: run, folder: {folder}}}
-model: {{path: unused}}
-data: {{source: addition}}
-buffer: {{url: "{url}", max_staleness: 3, lease_ttl_s: 20, deadline_s: 30}}
-learner: {{groups_per_step: 2}}
-"""
+from tests.waiting import DEADLINE_S, until
 
 
 class Daemons:
     """`streamrl buffer`, several times for one run."""
 
-    def __init__(self, folder: Path, url: str) -> None:
-        self.url = url
-        self._config = folder / "config.yaml"
-        self._config.write_text(CONFIG.format(folder=folder, url=url))
-        self.processes: list[subprocess.Popen[bytes]] = []
+    def __init__(self, folder: Path, url: str, make: Connect) -> None:
+        self.url, self._folder, self._make = url, folder, make
+        self.all: list[Daemon] = []
 
     async def start(self) -> None:
         """Waits until a daemon serves the run."""
-        self._spawn()
+        self.all.append(Daemon(self._folder, self.url))
+        self.all[-1].start()
         async with asyncio.timeout(DEADLINE_S):
             while not await self._serves():
                 await asyncio.sleep(0.1)
-
-    def _spawn(self) -> None:
-        command = [STREAMRL, "buffer", str(self._config)]
-        self.processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
 
     async def _serves(self) -> bool:
         found = await served_at(self.url, "run", deadline_s=5.0)
         return found is not None and found.startswith("zmq://")
 
     def client(self) -> RedisBuffer:
-        return RedisBuffer(self.url, "run", deadline_s=DEADLINE_S, retry_s=0.5)
+        return self._make(self.url, serves=False, retry_s=0.5, deadline_s=DEADLINE_S)
 
 
 @pytest.fixture
-def daemons(own_redis: RedisServer, tmp_path: Path) -> Iterator[Daemons]:
-    daemons = Daemons(tmp_path, own_redis.url)
+def daemons(own_redis: RedisServer, tmp_path: Path, redis_client: Connect) -> Iterator[Daemons]:
+    daemons = Daemons(tmp_path, own_redis.url, redis_client)
     yield daemons
-    for process in daemons.processes:
-        process.kill()
-        process.wait()
+    for daemon in daemons.all:
+        daemon.kill()
 
 
 async def test_another_daemon_takes_over_from_one_that_is_killed(daemons: Daemons):
@@ -97,12 +80,10 @@ async def test_another_daemon_takes_over_from_one_that_is_killed(daemons: Daemon
     held = await lease_one(generator, "d", "g", 0.0)
     headers = (await learner.take(2, 0, 5.0)).headers
     incarnation = (await learner.stats()).incarnation
-    daemons.processes[0].kill()
+    daemons.all[0].kill()
     assert (await learner.take(2, 0, 5.0, with_payloads=True)).headers == headers
     assert (await learner.stats()).incarnation != incarnation
-    assert held is not None
     kept = await lease_one(generator, "d", "g", 0.0)
-    assert kept is not None
     assert (kept.prompt_index, kept.min_policy_version) == (3, held.min_policy_version)
     await generator.put("d", make_group(3, lease_id="d"))
     await learner.advance(1)
@@ -113,8 +94,6 @@ async def test_another_daemon_takes_over_from_one_that_is_killed(daemons: Daemon
     assert (books.granted, books.acknowledged, books.balanced) == (4, 4, True)
     audit = await audit_redis(daemons.url, "run")
     assert audit.faults == ()
-    for client in (learner, generator):
-        await client.close()
 
 
 async def test_a_daemon_that_stood_still_writes_nothing_over_its_successor(daemons: Daemons):
@@ -123,44 +102,31 @@ async def test_a_daemon_that_stood_still_writes_nothing_over_its_successor(daemo
     learner, generator = daemons.client(), daemons.client()
     await learner.attach(0, None)
     await fill(generator, "a")
-    os.kill(daemons.processes[0].pid, signal.SIGSTOP)
+    daemons.all[0].process.send_signal(signal.SIGSTOP)
     await fill(generator, "b")
-    os.kill(daemons.processes[0].pid, signal.SIGCONT)
-    await asyncio.sleep(1.0)
+    daemons.all[0].process.send_signal(signal.SIGCONT)
+    await until(lambda: "taken over" in daemons.all[0].log)
     await fill(generator, "c", "d")
     assert len((await learner.take(4, 0, 5.0, with_payloads=True)).groups) == 4
     assert (await audit_redis(daemons.url, "run")).faults == ()
-    daemons.processes[1].kill()
+    daemons.all[1].kill()
     assert (await learner.advance(1)).books.trained == 4
-    for client in (learner, generator):
-        await client.close()
 
 
-async def take_and_lose(learner: RedisBuffer, url: str, run: str) -> None:
-    """Two groups are taken, and Redis loses the payload of prompt 1."""
+LOST = r"lost the groups of the prompts \[1\]"
+
+
+async def take_and_lose(learner: RedisBuffer, url: str, run: str, cut: int | None = None) -> None:
+    """Two groups are taken, and Redis loses the payload of prompt 1, or the bytes from `cut` on."""
     await learner.attach(0, None)
     await fill(learner, "a", "b")
-    headers = (await learner.take(2, 0, 1.0)).headers
-    with contextlib.closing(Redis.from_url(url)) as server:
-        server.delete(named_payloads(server, run)[headers[1].prompt_index, GROUP])
-
-
-async def test_a_payload_that_redis_lost_is_sampled_again(
-    redis: RedisServer, redis_client: Connect
-):
-    buffer = redis_client(redis.url, "lost")
-    await take_and_lose(buffer, redis.url, "lost")
-    with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[1\]"):
-        await buffer.fetch([0, 1])
-    await buffer.attach(0, None)
-    books = (await buffer.stats()).books
-    assert (books.buffered, books.dropped) == (1, {DropReason.ORPHANED: 1})
-    lease = await lease_one(buffer, "c", "g", 0.0)
-    assert lease is not None
-    assert lease.prompt_index == 1
-    await buffer.put("c", make_group(1, lease_id="c"))
-    assert len((await buffer.take(2, 0, 1.0, with_payloads=True)).groups) == 2
-    assert (await audit_redis(redis.url, "lost")).faults == ()
+    assert len((await learner.take(2, 0, 1.0)).headers) == 2
+    with Redis.from_url(url) as server:
+        key = named_payloads(server, run)[1, GROUP]
+        if cut is None:
+            server.delete(key)
+        else:
+            server.set(key, server.get(key)[:cut])
 
 
 async def test_a_payload_whose_loss_another_rank_finds_is_sampled_again(
@@ -169,31 +135,31 @@ async def test_a_payload_whose_loss_another_rank_finds_is_sampled_again(
     """Each rank fetches its share, and the first one alone has attached."""
     first, second = (redis_client(redis.url, "rank") for _ in range(2))
     await take_and_lose(first, redis.url, "rank")
-    with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[1\]"):
+    with pytest.raises(LostMemoryError, match=LOST):
         await second.fetch([1])
     await first.attach(0, None)
     books = (await first.stats()).books
     assert (books.buffered, books.dropped) == (1, {DropReason.ORPHANED: 1})
 
 
-@pytest.mark.parametrize("cut", [0, 10, -1])
-async def test_a_payload_that_is_half_written_is_sampled_again(
-    redis: RedisServer, redis_client: Connect, cut: int
+@pytest.mark.parametrize("cut", [None, 0, 10, -1])
+async def test_a_payload_that_redis_lost_or_has_in_part_is_sampled_again(
+    redis: RedisServer, redis_client: Connect, cut: int | None
 ):
     """A learner that ended for it would meet it again, and end each time."""
-    buffer = redis_client(redis.url, f"half{cut}")
+    run = f"lost-{cut}"
+    buffer = redis_client(redis.url, run)
+    await take_and_lose(buffer, redis.url, run, cut)
+    with pytest.raises(LostMemoryError, match=LOST):
+        await buffer.fetch([0, 1])
     await buffer.attach(0, None)
-    await fill(buffer, "a", "b")
-    server = Redis.from_url(redis.url)
-    key = named_payloads(server, f"half{cut}")[1, GROUP]
-    server.set(key, server.get(key)[:cut])
-    with pytest.raises(LostMemoryError, match=r"lost the groups of the prompts \[1\]"):
-        await buffer.take(2, 0, 1.0, with_payloads=True)
-    await buffer.attach(0, None)
-    await fill(buffer, "c")
+    books = (await buffer.stats()).books
+    assert (books.buffered, books.dropped) == (1, {DropReason.ORPHANED: 1})
+    lease = await lease_one(buffer, "c", "g", 0.0)
+    assert lease.prompt_index == 1
+    await buffer.put("c", make_group(1, lease_id="c"))
     assert len((await buffer.take(2, 0, 1.0, with_payloads=True)).groups) == 2
-    assert (await audit_redis(redis.url, f"half{cut}")).faults == ()
-    server.close()
+    assert (await audit_redis(redis.url, run)).faults == ()
 
 
 async def test_a_payload_that_is_gone_before_its_header_is_sampled_again(
@@ -213,8 +179,7 @@ async def test_a_payload_that_is_gone_before_its_header_is_sampled_again(
     monkeypatch.setattr(buffer, "_write", lose)
     await fill(buffer, "a")
     lease = await lease_one(buffer, "b", "g", 0.0)
-    assert lease is not None
-    sibling = SiblingHeader(number=0, lease_id="b", oldest_version=0, num_tokens=1)
+    sibling = make_sibling("b")
     await buffer.put_sibling(sibling, b"a sibling")
     monkeypatch.setattr(buffer, "_write", write)
     assert await buffer.fetch_siblings("b") == ()
@@ -224,7 +189,6 @@ async def test_a_payload_that_is_gone_before_its_header_is_sampled_again(
     assert sorted(header.prompt_index for header in batch.headers) == [0, 1]
     assert named_payloads(server, "between").keys() == {(0, GROUP), (1, GROUP)}
     assert (await audit_redis(redis.url, "between")).faults == ()
-    server.close()
 
 
 async def test_a_server_that_comes_back_without_its_last_commits_costs_those_only(
@@ -236,8 +200,7 @@ async def test_a_server_that_comes_back_without_its_last_commits_costs_those_onl
         await buffer.attach(0, None)
         await fill(buffer, "a")
         held = await lease_one(buffer, "b", "g", 0.0)
-        assert held is not None
-        sibling = SiblingHeader(number=0, lease_id="b", oldest_version=0, num_tokens=1)
+        sibling = make_sibling("b")
         await buffer.put_sibling(sibling, b"kept")
         Redis.from_url(server.url).save()
         incarnation = (await buffer.stats()).incarnation
@@ -272,18 +235,17 @@ async def test_siblings_outlast_their_daemon_and_one_that_redis_lost_is_sampled_
     await daemons.start()
     learner, generator = daemons.client(), daemons.client()
     await learner.attach(0, None)
-    await generator.heartbeat(status("dead"))
+    await generator.heartbeat(make_status("dead"))
     await lease_one(generator, "dead/1", "dead", 0.0)
     for number in range(3):
-        sibling = SiblingHeader(number=number, lease_id="dead/1", oldest_version=0, num_tokens=1)
+        sibling = make_sibling("dead/1", number)
         await generator.put_sibling(sibling, b"sibling %d" % number)
     server = Redis.from_url(daemons.url)
     server.delete(named_payloads(server, "run")[0, 0])
-    daemons.processes[0].kill()
+    daemons.all[0].kill()
     await daemons.start()
-    await generator.heartbeat(status("dead", is_leaving=True))
+    await generator.heartbeat(make_status("dead", is_leaving=True))
     lease = await lease_one(generator, "alive/1", "alive", 0.0)
-    assert lease is not None
     assert (lease.prompt_index, lease.kept_siblings) == (0, (1, 2))
     assert await generator.fetch_siblings("alive/1") == (b"sibling 1", b"sibling 2")
     server.delete(named_payloads(server, "run")[0, 1])
@@ -292,9 +254,6 @@ async def test_siblings_outlast_their_daemon_and_one_that_redis_lost_is_sampled_
     assert list(named_payloads(server, "run")) == [(0, GROUP)]
     assert len(list(server.scan_iter("streamrl:{run}:payload:*"))) == 1
     assert (await audit_redis(daemons.url, "run")).faults == ()
-    server.close()
-    for client in (learner, generator):
-        await client.close()
 
 
 async def test_a_payload_ends_by_itself_exactly_unless_its_header_followed(
@@ -308,8 +267,12 @@ async def test_a_payload_ends_by_itself_exactly_unless_its_header_followed(
     expiries = {key: server.ttl(key) for key in server.scan_iter("streamrl:{swept}:payload:*")}
     assert expiries.pop(alone) > 600
     assert list(expiries.values()) == [-1]
-    await buffer.take(2, 0, 0.0, num_held=0)
-    server.close()
+    await fill(buffer, "b")
+    await buffer.take(2, 0, 1.0)
+    await buffer.advance(1)
+    await buffer.acknowledge(1)
+    kept = {key for key in server.scan_iter("streamrl:{swept}:*") if server.ttl(key) == -1}
+    assert {key.rpartition(b":")[2] for key in kept} == {b"fence", b"journal", b"events"}
 
 
 async def test_an_attempt_of_a_put_that_arrives_late_sets_no_expiry_on_what_is_kept(
@@ -332,7 +295,6 @@ async def test_an_attempt_of_a_put_that_arrives_late_sets_no_expiry_on_what_is_k
     assert server.ttl(put[1]) == -1
     server.execute_command(*put)
     assert server.ttl(put[1]) == -1
-    server.close()
 
 
 async def test_a_daemon_takes_over_although_the_clock_of_the_server_went_back(
@@ -341,34 +303,38 @@ async def test_a_daemon_takes_over_although_the_clock_of_the_server_went_back(
     """The entry of a daemon that is gone then expires an hour late."""
     server = Redis.from_url(own_redis.url)
     server.set("streamrl:{late}:daemon", b'{"name": "gone", "url": "", "key": ""}', px=3_600_000)
-    server.close()
     async with asyncio.timeout(DEADLINE_S):
         assert await take_term(own_redis.url, "late")
 
 
-async def test_a_daemon_that_starts_on_a_full_server_waits_for_room(own_redis: RedisServer):
+async def test_a_daemon_that_starts_on_a_full_server_waits_for_room(
+    own_redis: RedisServer, redis_client: Connect, caplog: pytest.LogCaptureFixture
+):
     """It would else be restarted until the run ends, and with it nothing that frees memory."""
     server = Redis.from_url(own_redis.url)
     server.config_set("maxmemory", server.info("memory")["used_memory"] - 1000)
     daemon = RedisDaemon(own_redis.url, "full")
-    await asyncio.sleep(1.0)
+    await until(lambda: "waits for memory in Redis" in caplog.text)
     assert await served_at(own_redis.url, "full", deadline_s=5.0) is None
     server.config_set("maxmemory", 0)
-    buffer = RedisBuffer(own_redis.url, "full", deadline_s=DEADLINE_S)
+    buffer = redis_client(own_redis.url, "full", serves=False, deadline_s=DEADLINE_S)
     await buffer.attach(0, None)
-    await buffer.close()
     await asyncio.to_thread(daemon.stop)
     assert daemon.error is None
-    server.close()
 
 
-async def test_a_large_commit_has_more_time_than_a_small_one(redis: RedisServer):
+async def test_a_large_commit_has_more_time_than_a_small_one(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
     """One that frees 100,000 groups would else fail for as long as it is tried."""
-    pairs = [word for number in range(100_000) for word in (f"large:{number}", b"freed")]
-    commands: list[Command] = [("MSET", *pairs), ("UNLINK", *pairs[::2])]
-    connection = RedisConnection(redis.url, "large", deadline_s=0.05, retry_s=0.05)
-    answers = await connection.transaction("commit", "fence", lambda _: commands, commands)
-    assert answers[1] == 100_000
+    connection = RedisConnection(redis.url, "large", deadline_s=DEADLINE_S, retry_s=DEADLINE_S)
+    timeouts_s: list[float] = []
+    timeout = asyncio.timeout
+    monkeypatch.setattr(asyncio, "timeout", lambda s: (timeouts_s.append(s), timeout(s))[1])
+    for num_freed in (1, 100_000):
+        commands: list[Command] = [("UNLINK", *map(str, range(num_freed)))]
+        await connection.transaction("commit", "fence", lambda _, sent=commands: sent, commands)
+    assert timeouts_s[1] > timeouts_s[0] + 0.9
     await connection.close()
 
 
@@ -383,8 +349,7 @@ async def take_term(url: str, run: str) -> str:
 def journal_of(
     url: str, run: str, groups_per_step: int = 2
 ) -> tuple[BufferState[bytes], RedisStorage, Journal[bytes]]:
-    ledger = make_ledger(groups_per_step=groups_per_step)
-    state: BufferState[bytes] = BufferState(ledger, lease_ttl_s=60.0)
+    state = make_state(groups_per_step)
     storage = RedisStorage(url, run, asyncio.run(take_term(url, run)))
     journal: Journal[bytes] = Journal(storage, state)
     journal.recover({"run.name": run}, 0.0)
@@ -448,7 +413,6 @@ def test_a_commit_whose_answer_was_lost_is_neither_lost_nor_written_twice(
     assert again.ledger.books() == state.ledger.books()
     assert asyncio.run(audit_redis(redis.url, run)).faults == ()
     other.close()
-    server.close()
 
 
 def test_no_two_daemons_have_one_term_though_the_server_came_back_blank(own_redis: RedisServer):
@@ -467,7 +431,6 @@ def test_no_two_daemons_have_one_term_though_the_server_came_back_blank(own_redi
         journal.commit()
     for one in (journal, other):
         one.close()
-    server.close()
 
 
 def test_a_journal_of_any_size_is_read_by_pages(
@@ -503,7 +466,6 @@ def test_a_journal_of_any_size_is_read_by_pages(
     assert num_values < 1.1 * num_groups
     for one in (journal, other):
         one.close()
-    server.close()
 
 
 def test_the_number_of_the_next_lease_does_not_fall(redis: RedisServer):
@@ -567,7 +529,7 @@ def failover(tmp_path: Path) -> Iterator[Failover]:
 async def sample(buffer: RedisBuffer, name: str, sampled: list[str]) -> None:
     """As a generator does, until the run is over."""
     for number in itertools.count():
-        newest = await buffer.heartbeat(status(name))
+        newest = await buffer.heartbeat(make_status(name))
         if newest.finished:
             break
         lease = await lease_one(buffer, f"{name}/{number}", name, 1.0)
@@ -582,7 +544,7 @@ async def sample(buffer: RedisBuffer, name: str, sampled: list[str]) -> None:
         sampled.append(group.group_id)
         with contextlib.suppress(UnknownLeaseError):
             await buffer.put(lease.lease_id, group)
-    await buffer.heartbeat(status(name, is_leaving=True))
+    await buffer.heartbeat(make_status(name, is_leaving=True))
 
 
 async def waited() -> None:

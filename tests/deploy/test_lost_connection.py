@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from buffers.zmq.client import ZmqBuffer
-from tests.contract.test_buffers import zmq_server
+from tests.contract.test_zmq import zmq_server
 
 DEADLINE_S = 100.0
 

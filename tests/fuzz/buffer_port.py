@@ -27,10 +27,10 @@ from buffers.journal.sqlite import journal_path
 from buffers.zmq.client import ZmqBuffer
 from streamrl import wire
 from streamrl.errors import WireError
-from streamrl.types import GeneratorStatus, pack, replace
+from streamrl.types import pack, replace
 from tests.contract.test_buffer_daemon import Daemon
 from tests.fuzz.hostile import Frames, corpus, endless, messages, mutated, parse
-from tests.records import make_group
+from tests.records import make_group, make_status
 
 BATCH = 10
 LOOK_EVERY = 100
@@ -135,7 +135,7 @@ async def look(client: ZmqBuffer, counts: Fuzzed) -> float:
     took_s = time.monotonic() - start_s
     assert stats.books.balanced, stats.books
     counts.learner_term, counts.policy_version = stats.books.learner_term, stats.policy_version
-    await client.heartbeat(GeneratorStatus(generator_id="good", session="good", policy_version=0))
+    await client.heartbeat(make_status("good"))
     return took_s
 
 
@@ -147,7 +147,6 @@ async def fuzz(folder: Path, num_messages: int, seed: int, *, num_drawn: int = 5
     client = ZmqBuffer(daemon.url, deadline_s=60.0, retry_s=0.3, final_version=100_000)
     try:
         await client.attach(0, None)
-        assert daemon.process is not None
         process = psutil.Process(daemon.process.pid)
         before_s = [await look(client, counts) for _ in range(20)]
         drawn = corpus(messages(m.Request, payloads), num_drawn, seed)
@@ -167,8 +166,7 @@ async def fuzz(folder: Path, num_messages: int, seed: int, *, num_drawn: int = 5
         assert daemon.end() == 0
     finally:
         await client.close()
-        if daemon.process is not None and daemon.process.poll() is None:
-            daemon.kill()
+        await daemon.close()
     faults = audit_journal(journal_path(daemon.run)).faults
     assert faults == (), faults[:10]
     grown = (counts.rss_after_mb - counts.rss_before_mb) * 2**20
@@ -178,9 +176,7 @@ async def fuzz(folder: Path, num_messages: int, seed: int, *, num_drawn: int = 5
 
 async def still_serves(client: ZmqBuffer) -> None:
     """A learner takes the buffer over, and a group goes all its way."""
-    await client.heartbeat(
-        GeneratorStatus(generator_id="s", session="new", policy_version=0, is_leaving=True)
-    )
+    await client.heartbeat(make_status("s", "new", is_leaving=True))
     stats = await client.attach(0, None)
     before = stats.books.acknowledged
     names = [f"good/{number}" for number in range(stats.capacity)]
