@@ -275,6 +275,8 @@ def test_a_part_is_lent_beside_groups_that_are_due_later():
     fill(ledger, "a", "b", "c")
     train_one_step(ledger)
     fill(ledger, "d", "e", "f", version=1)
+    assert ledger.take(3, 1, 1) == ()
+    assert ledger.books().taken == 0, "who takes no part is lent none"
     assert [group.prompt_index for group in ledger.take(3, 1, 1, num_held=0)] == [4, 5]
     assert ledger.awaited()[0].prompt_index == slow.prompt_index
     ledger.put("slow", make_header(slow), 0.0)
