@@ -255,8 +255,8 @@ async def test_a_run_of_another_release_is_refused_and_left_as_it_is(
                 await call()
             assert str(refusal.value) == (
                 f"run.name: the run {name} at {redis.url} has format 6, and this release knows "
-                "format 10: another release of StreamRL wrote it; start the run anew with --new (or "
-                "streamrl buffer books --forget), or go on with that release"
+                "format 10: another release of StreamRL wrote it; start the run anew with --new "
+                "(or streamrl buffer books --forget), or go on with that release"
             )
         assert server.hgetall(key) == before
         keys = {name.rpartition(b":")[2] for name in server.keys(f"streamrl:{{{name}}}:*")}
