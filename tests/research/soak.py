@@ -15,7 +15,6 @@ which processes are the run's.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import math
 import os
@@ -63,7 +62,7 @@ _NUM_SAMPLES = 300
 _SHORTEST_INTERVAL_S, _LONGEST_INTERVAL_S = 0.25, 5.0
 # Steps that show that the run has recovered from the last fault.
 _LAST_STEPS = 2
-_ENDING_S = 5.0
+_ENDING_S = 120.0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -174,8 +173,7 @@ class Soak:
         learner's end."""
         await self.progress.until_step(1)
         try:
-            with contextlib.suppress(TimeoutError):
-                await self._observe(children)
+            await self._observe(children)
         except* StreamRLError as errors:
             raise errors.exceptions[0] from None
         await self.progress.until_step(self.progress.step + _LAST_STEPS)
@@ -184,10 +182,17 @@ class Soak:
         await end(learner, self.progress, self._stall_timeout_s)
 
     async def _observe(self, children: Sequence[Child]) -> None:
-        async with asyncio.timeout(self._seconds), asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._sample(children))
-            tasks.create_task(self._time_buffer_calls())
-            tasks.create_task(self._inject(children))
+        """Waits until the last fault is over and the time is, too."""
+        end = time.monotonic() + self._seconds
+        async with asyncio.TaskGroup() as tasks:
+            beside = [
+                tasks.create_task(self._sample(children)),
+                tasks.create_task(self._time_buffer_calls()),
+            ]
+            await self._inject(children)
+            await asyncio.sleep(end - time.monotonic())
+            for task in beside:
+                task.cancel()
 
     def _crashes(self, children: Sequence[Child]) -> Iterator[str]:
         for child in children:

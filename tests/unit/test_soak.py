@@ -1,5 +1,6 @@
 """What a soak reads of processes and folders, its plan, and what it finds left behind."""
 
+import asyncio
 import json
 import os
 import socket
@@ -9,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.research import processes, soak
 from tests.research.growth import Verdict
 from tests.research.processes import family_of, process_table, read_family
-from tests.research.soak import left_behind
+from tests.research.soak import Soak, left_behind
 from tests.research.soak_faults import plan
 from tests.research.soak_record import SOAK_FILE, disk_values, rows
 from tests.waiting import block_until
@@ -157,3 +159,18 @@ def test_a_process_that_was_started_again_begins_anew(tmp_path: Path):
 
 def test_a_soak_that_wrote_nothing_has_no_rows(tmp_path: Path):
     assert rows(tmp_path / SOAK_FILE, 1.0) == []
+
+
+async def test_faults_are_injected_to_the_last_one_also_after_the_time():
+    injected = []
+
+    async def inject(children: object) -> None:
+        await asyncio.sleep(0.01)
+        injected.append(children)
+
+    async def for_ever(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    beside = {"_sample": for_ever, "_time_buffer_calls": for_ever}
+    await Soak._observe(SimpleNamespace(_seconds=0.0, _inject=inject, **beside), ())
+    assert injected == [()]
