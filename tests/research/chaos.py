@@ -224,7 +224,9 @@ class Killer:
         return f"without --resume: {sentence}; then SIGKILL"
 
     async def _fill_disk(self, child: Child) -> str:
-        """Until a checkpoint was due, or for _DISK_FULL_S: a full disk may hide the steps."""
+        """Until a checkpoint was due, or for _DISK_FULL_S: a full disk may hide the steps. The time
+        that a learner takes to start does not count: it makes steps before."""
+        await self._progress.until_step(self._progress.reached + 1)
         process = await self._progress.until_running(child)
         with full_disk(self._run, process.pid), contextlib.suppress(TimeoutError):
             # Read under the limit: steps made before it may have saved, and a step is on record
