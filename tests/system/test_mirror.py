@@ -1,7 +1,7 @@
 """A run whose machine is lost goes on from `run.folder_mirror`, and each prompt is trained once."""
 
+import contextlib
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import pytest
 
 from streamrl.checkpoints.find import list_checkpoints
 from tests.settings import set_options
-from tests.system.conftest import Launched
+from tests.system.conftest import DEADLINE_S, Launched
 from tests.system.test_launch import (
     assert_audit_passes,
     assert_books_close,
@@ -22,12 +22,14 @@ from tests.system.test_launch import (
 
 def lose(run: Launched) -> None:
     """The machine with all processes and its disk."""
-    family = psutil.Process(run.process.pid).children(recursive=True)
-    os.kill(run.process.pid, signal.SIGKILL)
+    launch = psutil.Process(run.process.pid)
+    family = [launch, *launch.children(recursive=True)]
     for process in family:
-        if process.is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     run.process.communicate()
+    # What one was writing as it was killed is in the folder.
+    assert not psutil.wait_procs(family, DEADLINE_S)[1]
     shutil.rmtree(run.folder)
 
 
