@@ -144,4 +144,6 @@ def test_units_start_again_what_was_killed_and_stop_in_order(machine: Machine):
     machine.until(lambda: machine.shows("streamrl-generator@0", "ActiveState") == "failed")
     assert machine.shows("streamrl-generator@0", "ExecMainStatus") == "2"
     assert machine.shows("streamrl-generator@0", "NRestarts") == "0"
+    # The journal has a line some time after the unit has written it.
+    machine("journalctl", "--sync")
     assert "generator.group_size" in machine("journalctl", "--unit=streamrl-generator@0")
