@@ -89,17 +89,16 @@ class Machine:
             self.command(*words), capture_output=True, text=True, check=True, timeout=DEADLINE_S
         ).stdout
 
-    def processes(self) -> dict[str, int]:
-        """Command lines of what runs there beside sshd and the machine itself, and their ids
-        here."""
+    def processes(self) -> dict[int, str]:
+        """Ids here, and command lines, of what runs there beside sshd and the machine itself."""
         namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
-        found: dict[str, int] = {}
+        found: dict[int, str] = {}
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
                 words = " ".join(process.cmdline())
                 is_own = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
                 if is_own and words and "sshd" not in words and process.pid != self.pid:
-                    found[words] = process.pid
+                    found[process.pid] = words
         return found
 
     def power_off(self) -> None:

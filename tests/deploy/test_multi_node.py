@@ -116,7 +116,7 @@ class Script:
 
 def _others(hosts: Mapping[str, Machine], but: Collection[int]) -> Iterator[tuple[int, str]]:
     for host in hosts.values():
-        yield from ((pid, words) for words, pid in host.processes().items() if pid not in but)
+        yield from ((pid, words) for pid, words in host.processes().items() if pid not in but)
 
 
 @pytest.fixture
@@ -156,15 +156,15 @@ def test_a_run_saves_after_ctrl_c_and_another_cluster_of_a_machine_stays(hosts, 
     with subprocess.Popen(other, stdout=subprocess.PIPE, text=True) as ray:
         assert ray.stdout is not None
         next(line for line in ray.stdout if "block forever" in line)
-        stays = {*hosts["b"].processes().values()}
+        stays = hosts["b"].processes().keys()
         script = Script(hosts, programs, "-c", "data", "hosts", "run.yaml")
         script.until_said("two nodes, ")
         script.signal(signal.SIGINT)
         assert script.end() == 130, script.described()
         assert script.output_file.read_text().endswith("saved\n"), script.described()
         script.assert_nothing_is_left(stays)
-        assert stays <= {*hosts["b"].processes().values()}
-        for words, pid in hosts["b"].processes().items():
+        assert stays <= hosts["b"].processes().keys()
+        for pid, words in hosts["b"].processes().items():
             if "ray start" in words:
                 os.kill(pid, signal.SIGTERM)
     script.assert_nothing_is_left()
