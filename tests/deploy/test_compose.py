@@ -38,7 +38,7 @@ PAGE = "docs/containers.md"
 PROJECT = "streamrl-test"
 # Faster than the shipped task on two busy cores, and without an end of its own.
 SMALLER: dict[str, dict[str, Any]] = {
-    "run": {"max_steps": 5000},
+    "run": {"max_steps": 100_000},
     "model": {"path": "/runs/models/copy"},
     "data": {"source": "copy", "source_kwargs": {"min_length": 2, "max_length": 4}},
     "generator": {"max_new_tokens": 6, "max_num_seqs": 64},
@@ -252,7 +252,8 @@ def test_a_run_without_a_gpu_survives_its_containers_and_drains(project):
     assert routes - {"file"} == {"shared memory"}
     names = {f"generator-{one['Config']['Hostname']}" for one in project.containers("generator")}
     assert len(names) == 3
-    assert all(f"generator/{name}/tokens_per_s" in lines[-1] for name in names)
+    # One that the machine does not let run for some seconds is not in the line.
+    assert all(any(f"generator/{name}/tokens_per_s" in line for line in lines) for name in names)
     for role in ("learner", "buffer", "generator"):
         project.until(
             lambda role=role: project.containers(role)[0]["State"]["Health"]["Status"] == "healthy"

@@ -136,7 +136,7 @@ def hub_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.mark.long
 def test_a_run_of_a_model_by_its_hub_name_is_stopped_and_its_checkpoint_is_kept(config, hub_name):
-    settings = {"run.max_steps": 10_000, "model.path": hub_name}
+    settings = {"run.max_steps": 100_000, "model.path": hub_name}
     run = streamrl.train(config, dataset=ROWS, settings=settings, wait=False, show=False)
     next(run.follow())
     run.stop(DEADLINE_S)
@@ -159,7 +159,7 @@ def test_the_daemons_end_with_the_script(config, tmp_path):
                 {config!r},
                 reward=score,
                 dataset={ROWS!r},
-                settings={{"run.max_steps": 10_000}},
+                settings={{"run.max_steps": 100_000}},
                 wait=False,
             )
             next(run.follow())
