@@ -11,7 +11,7 @@ import aiohttp
 
 from tests.deploy.promtool import require
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 _LISTENED = ("Runtime", "Log", "Network", "Page")
 
 

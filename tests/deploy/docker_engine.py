@@ -37,7 +37,7 @@ REDIS, IMAGE = "streamrl-test-redis", "streamrl-test"
 # What the builds install besides the package's requirements: its build system, and what redis asks
 # for on the Python of the base.
 ALSO = ("hatchling", "async-timeout")
-START_S, BUILD_S = 60.0, 1800.0
+START_S, BUILD_S = 120.0, 1800.0
 DOCKER = "/usr/bin/docker"
 
 

@@ -45,7 +45,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=60
 KillWait=20
 NodeName=n[1-{num_nodes}] NodeAddr={network}.[1-{num_nodes}] CPUs={cores} RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP

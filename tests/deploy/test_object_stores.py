@@ -26,7 +26,7 @@ from tests.unit.weights.test_store import Generator, Learner
 # Each version of s3fs takes fsspec of the same version.
 PACKAGES = ("moto[server]>=5.1,<6", f"s3fs=={version('fsspec')}")
 SECRET = "never-to-be-printed"
-START_S = 60.0
+START_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ services = pytest.importorskip("ray._private.services")
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
-NOTHING_LEFT_S = 30.0
+NOTHING_LEFT_S = 120.0
 SECRET = "in-no-log-4711"
 LEARNER, GENERATOR = {"num_cpus": 2}, {"num_cpus": 1}
 NODE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}

@@ -141,7 +141,7 @@ async def test_a_server_whose_owner_ends_inside_a_pause_samples_again(
 
     successor = server.open(is_shared=True)
     await successor.load_weights(update)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         answer = await successor.generate([9], GREEDY)
     assert set(answer.policy_versions.tolist()) == {3}
     assert logprob_errors(1, [9], answer).max() < 1e-4
@@ -168,9 +168,9 @@ async def test_a_refused_bucket_ends_the_engine_and_nobody_waits(engine, tmp_pat
 
     monkeypatch.setattr(BroadcastGroup, "broadcast", observed)
     monkeypatch.setattr(relay._http, "send", without_session)
-    monkeypatch.setattr(relay, "_timeout_s", 100.0)
+    monkeypatch.setattr(relay, "_timeout_s", 1000.0)
     update = update_to(make_model(seed=1), 1, tmp_path / "one.safetensors")
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(120):
         with pytest.raises(TransportError, match="must run between begin_weight_update"):
             await engine.load_weights(update)
     assert not under_way, "a thread waits for the group's timeout"

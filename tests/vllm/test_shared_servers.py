@@ -237,7 +237,7 @@ async def test_a_server_whose_owner_ends_inside_a_pause_samples_again(
 
         successor = make_engine(config, seed=0, is_shared=True)
         await successor.load_weights(update)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
             answer = await successor.generate([5], sampling)
         assert answer.policy_versions.tolist() == 3 * [version]
