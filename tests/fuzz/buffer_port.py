@@ -34,7 +34,7 @@ from tests.records import make_group, make_status
 
 BATCH = 10
 LOOK_EVERY = 100
-REPLY_MS = 30_000
+REPLY_MS = 120_000
 LAST = b"last"
 GROWTH_BYTES = 128 * 2**20
 
