@@ -16,7 +16,6 @@ import asyncio
 import json
 import signal
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,6 @@ class Receiver(WeightReceiver):
             version=version,
             is_right=is_right,
             is_difference=is_difference,
-            at_s=time.monotonic(),
         )
         return LoadReport(transfer_s=0.0, pause_s=0.0)
 
