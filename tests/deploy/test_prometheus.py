@@ -150,7 +150,9 @@ def test_every_daemon_is_scraped_with_its_labels(live):
     until(lambda: _by(server, counts, "role") == roles, run)
     instances = {each["metric"]["instance"] for each in server.query('up{run="run"}')}
     assert {"run/buffer", "run/generator-1"} <= instances
-    labels = server.query('streamrl_generator_tokens_total{id="generator-0"}')[0]["metric"]
+    tokens = 'streamrl_generator_tokens_total{id="generator-0"}'
+    _shown(live, tokens)
+    labels = server.query(f"last_over_time({tokens}[5m])")[0]["metric"]
     assert (labels["run"], labels["role"], labels["instance"]) == (
         "run",
         "generator",

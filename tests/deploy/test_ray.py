@@ -1,5 +1,6 @@
 """`streamrl launch --ray` on a Ray cluster of several nodes on this machine."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -7,9 +8,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from streamrl.cli.launchers.ray.supervisor import MARK
@@ -36,16 +39,46 @@ NODE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 def patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
     """A node of Ray gives up when it has not started within 30 s, as on a machine of many tests."""
 
-    def ask(*arguments: Any) -> Any:
+    def ask(address: str, node_id: str) -> Any:
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
             try:
-                return get_node(*arguments)
-            except RuntimeError:
+                return get_node(address, node_id)
+            except RuntimeError as error:
                 assert time.monotonic() < deadline_s, "a node of Ray has not started"
+                if not is_running(node_id):
+                    raise AbortedError from error
             time.sleep(0.2)
 
     return ask
+
+
+class AbortedError(Exception):
+    """A node's own process has ended before the node was there."""
+
+
+def is_running(node_id: str) -> bool:
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            # One that has ended and was not waited for has no words.
+            if f"--node_id={node_id}" in process.cmdline():
+                return True
+    return False
+
+
+def until_started(start: Callable[[], Any]) -> Any:
+    """What `start` returns, at the first try or a later one: a node aborts where an agent of it has
+    not started within 15 s (`WaitForPersistedPort` in Ray's `src/ray/util/port_persistence.h`)."""
+    for _ in range(9):
+        with contextlib.suppress(AbortedError):
+            return start()
+    return start()
+
+
+def start_head(settings: dict[str, Any]) -> Any:
+    """A cluster of its head alone."""
+    new = partial(cluster_utils.Cluster, initialize_head=True, head_node_args=settings)
+    return until_started(new)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +86,7 @@ def cluster() -> Iterator[Any]:
     """A head that runs nothing; a test adds the nodes that it needs."""
     os.environ["PYTHONPATH"] = str(ROOT)
     services.get_node = patient(services.get_node)
-    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **NODE})
+    made = start_head({"num_cpus": 0, **NODE})
     yield made
     made.shutdown()
 
@@ -64,7 +97,7 @@ def add(cluster: Any) -> Iterator[Callable[..., Any]]:
     added: list[Any] = []
 
     def one(**settings: Any) -> Any:
-        added.append(cluster.add_node(**NODE, **settings))
+        added.append(until_started(partial(cluster.add_node, **NODE, **settings)))
         return added[-1]
 
     yield one
@@ -198,15 +231,25 @@ def blind(cluster: Any, tmp_path: Path) -> Iterator[Callable[[], "subprocess.Pop
     started: list[subprocess.Popen[bytes]] = []
 
     def one() -> "subprocess.Popen[bytes]":
+        known = num_nodes(cluster)
         command = ["unshare", "-m", "sh", "-c", f"{hidden} && exec {words}"]
         quiet = subprocess.DEVNULL
         started.append(subprocess.Popen(command, stdout=quiet, stderr=quiet))
+        while num_nodes(cluster) == known:
+            if started[-1].poll() is not None:
+                raise AbortedError
+            time.sleep(0.2)
         return started[-1]
 
-    yield one
+    yield partial(until_started, one)
     for node in started:
         node.terminate()
         node.wait(DEADLINE_S)
+
+
+def num_nodes(cluster: Any) -> int:
+    """Of all that are or were there."""
+    return len(cluster.global_state.node_table())
 
 
 def test_a_node_that_sees_no_folder_of_the_driver_is_sent_what_it_needs(blind, start):
@@ -306,7 +349,7 @@ def test_a_job_of_ray_drains_when_it_is_stopped(model, tmp_path):
     (tmp_path / "job" / "run.yaml").write_text(text)
     ports = {"dashboard_port": free_port(), "dashboard_agent_listen_port": free_port()}
     head = {"num_cpus": 4, **NODE, **ports, "include_dashboard": True}
-    made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+    made = start_head(head)
     try:
         client = job_submission.JobSubmissionClient(f"http://127.0.0.1:{head['dashboard_port']}")
         job = submitted(
