@@ -12,7 +12,7 @@ from buffers.audit import audit_journal
 from buffers.journal.sqlite import journal_path
 from buffers.zmq.server import MAX_MALFORMED, WINDOW_S
 from tests.ports import free_port
-from tests.system.conftest import Launched
+from tests.system.conftest import DEADLINE_S, Launched
 from tests.system.test_launch import assert_books_close
 
 FLOOD = Path(__file__).parents[1] / "benchmarks" / "flood.py"
@@ -47,4 +47,4 @@ def test_a_run_under_flood_ends_and_its_books_close(launch: Callable[..., Launch
     assert_books_close(run)
     # The files and the lines about it are few, however many messages came.
     assert len(list((run.folder / "quarantine").iterdir())) <= 100
-    assert run.log("buffer").count("malformed") < MAX_MALFORMED * (2 + 300 / WINDOW_S)
+    assert run.log("buffer").count("malformed") < MAX_MALFORMED * (2 + DEADLINE_S / WINDOW_S)
