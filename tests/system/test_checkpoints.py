@@ -35,7 +35,7 @@ from tests.system.resumed_steps import ALGORITHM
 from tests.tiny_model import save_llama
 from tests.training import make_config, make_groups
 
-DEADLINE_S = 240
+DEADLINE_S = 540
 
 
 @pytest.fixture(scope="module")

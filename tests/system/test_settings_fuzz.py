@@ -12,7 +12,7 @@ from streamrl.config.loading.rendering import to_yaml
 from streamrl.errors import ConfigError
 from tests.fuzz.settings import ALWAYS, SOURCE, VALUES
 
-DEADLINE_S = 240.0
+DEADLINE_S = 540.0
 
 
 @pytest.mark.long
