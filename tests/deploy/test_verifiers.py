@@ -83,7 +83,8 @@ def hangman(tmp_path: Path, python: Path) -> Path:
         "max_num_seqs": 4,
         "max_model_len": 1024,
     }
-    config["buffer"] |= {"max_staleness": 0}
+    # A generator that the machine does not let run for some seconds loses no group.
+    config["buffer"] |= {"max_staleness": 0, "lease_ttl_s": 60}
     config["learner"] |= {"groups_per_step": 2, "max_tokens_per_micro_batch": 4096}
     file = tmp_path / "hangman.yaml"
     file.write_text(yaml.safe_dump(config))

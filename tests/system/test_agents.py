@@ -45,8 +45,9 @@ def agent_run(launch, tmp_path: Path, model: Path) -> Callable[..., Launched]:
         config["generator"] |= {"agent": agent, "count": 1, "max_model_len": 40}
         if "environments" not in sections:
             config["generator"] |= {"environment": "agent"}
-        # Every token is sampled by the version that is trained, so that the two can be compared.
-        config["buffer"] |= {"max_staleness": 0}
+        # Every token is sampled by the version that is trained, so that the two can be compared. A
+        # generator that the machine does not let run for some seconds loses no group.
+        config["buffer"] |= {"max_staleness": 0, "lease_ttl_s": 60}
         for name, settings in sections.items():
             config[name] = {**config[name], **settings} if name in config else settings
         file = tmp_path / "agents.yaml"

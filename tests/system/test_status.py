@@ -101,6 +101,8 @@ def test_a_group_that_a_step_waits_for_is_named_while_others_are_finished(
     (tmp_path / "holding.py").write_text(HOLDING.format(hold=str(hold), held=str(held)))
     settings = (
         f"data.reward={tmp_path / 'holding.py'}:score",
+        # The group that is held is not leased again, which would not be held.
+        "buffer.lease_ttl_s=60",
         "run.stall_s=4",
         "run.max_steps=100000",
     )
