@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from streamrl import service
+from streamrl import service, shutdown
 from streamrl.config import RunConfig
 from streamrl.errors import (
     ConfigError,
@@ -197,6 +197,7 @@ def test_a_signal_that_comes_when_the_work_is_over_does_not_change_the_exit_code
 def test_an_order_that_reaches_a_rank_twice_counts_once(tmp_path, monkeypatch, variable, code):
     """Slurm signals torchrun and its ranks, and torchrun its ranks."""
     monkeypatch.setenv(variable, "0")
+    monkeypatch.setattr(shutdown, "FORWARDED_S", 600.0)
     child = os.fork()
     if child == 0:
 

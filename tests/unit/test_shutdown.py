@@ -22,9 +22,11 @@ NEVER_S = 3600.0
 Main = Callable[[Shutdown], Awaitable[None]]
 
 
-def end_of(folder: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    """Exit code and log of a daemon that does this; it has half a second of each time."""
-    monkeypatch.setattr(service, "FORCED_S", 19.5)
+def end_of(
+    folder: Path, main: Main, monkeypatch: pytest.MonkeyPatch, force_s: float = NEVER_S
+) -> tuple[int, str]:
+    """Exit code and log of a daemon that does this; it is killed `force_s` after a first signal."""
+    monkeypatch.setattr(service, "force_s", lambda _: force_s)
     monkeypatch.setattr(shutdown, "EXIT_S", 0.5)
     monkeypatch.setattr(shutdown, "EMPTY_HANDED_S", 0.5)
     child = os.fork()
@@ -75,7 +77,7 @@ async def deaf_to_its_launchers_end(ended: Shutdown) -> None:
 def test_what_does_not_end_is_ended_and_says_where_it_was(tmp_path, monkeypatch, main, place):
     monkeypatch.setenv("STREAMRL_PARENT_PID", str(os.getpid()))
     monkeypatch.setenv("STREAMRL_ERROR_FILE", str(tmp_path / "record"))
-    code, log = end_of(tmp_path, main, monkeypatch)
+    code, log = end_of(tmp_path, main, monkeypatch, force_s=0.5)
     assert code == 1
     if main is not deaf:
         assert log.splitlines()[-1].endswith(place), log
