@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def test_a_forked_command_is_a_child_of_the_launcher_and_looks_like_an_executed_
         # By which a buffer finds the others of its launcher.
         assert seen.environ()[PARENT_VARIABLE] == str(os.getpid())
         log = config.parent / "run" / "logs" / "buffer.log"
-        block_until(lambda: log.exists() and "serving" in log.read_text(), deadline_s=60)
+        block_until(lambda: log.exists() and "serving" in log.read_text())
         assert "serving" in (config.parent / "output").read_text()
         process.send_signal(signal.SIGTERM)
         assert code(process) == 0
@@ -78,19 +79,18 @@ def test_a_forked_command_is_a_child_of_the_launcher_and_looks_like_an_executed_
 
 
 def test_a_command_that_ends_copies_nothing_of_what_is_shared(server: ForkServer, config: Path):
-    own_mib = [0.0]
     with ErrorPipe() as pipe:
         process = start_buffer(server, config, pipe)
         seen, log = psutil.Process(process.pid), config.parent / "run" / "logs" / "buffer.log"
-        block_until(lambda: log.exists() and "serving" in log.read_text(), deadline_s=60)
+        block_until(lambda: log.exists() and "serving" in log.read_text())
         process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            while seen.status() != psutil.STATUS_ZOMBIE:
-                own_mib.append(seen.memory_full_info().uss / 2**20)
+        block_until(lambda: seen.status() == psutil.STATUS_ZOMBIE)
+        # Its page faults, which map pages or copy them, outlive it until somebody waits for it.
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        touched_mib = int(fields[7]) * resource.getpagesize() / 2**20
         assert code(process) == 0
-    # Of 250 MiB that the server has imported the interpreter's own end would copy half.
-    assert len(own_mib) > 1
-    assert max(own_mib) < 100
+    # It touches about 50 MiB; the interpreter's own end would touch 180 more of what is shared.
+    assert 0 < touched_mib < 120
 
 
 async def codes_of_killed(process: ForkedProcess) -> list[int]:
@@ -98,7 +98,7 @@ async def codes_of_killed(process: ForkedProcess) -> list[int]:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(process.wait(), 0.01)
     process.kill()
-    return await asyncio.wait_for(asyncio.gather(process.wait(), process.wait()), 60)
+    return await asyncio.wait_for(asyncio.gather(process.wait(), process.wait()), 120)
 
 
 def test_a_kill_is_its_exit_code(server: ForkServer, config: Path):
@@ -139,7 +139,8 @@ def test_a_stop_does_not_wait_for_the_imports():
     with forking() as server:
         if server is None:
             pytest.skip("commands are executed here")
-        assert asyncio.run(stopped()) is None, "it imports for seconds"
+        os.kill(server._process.pid, signal.SIGSTOP)
+        assert asyncio.run(stopped()) is None, "it is not ready before the stop"
         assert server._process.poll() is None
 
 
@@ -151,7 +152,7 @@ def test_the_server_ends_with_its_launcher():
         server = psutil.Process(int(one.stdout.readline()))
         one.kill()
     with contextlib.suppress(psutil.NoSuchProcess):
-        server.wait(60)
+        server.wait(120)
 
 
 def test_a_machine_with_gpus_has_no_server(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

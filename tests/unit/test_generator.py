@@ -210,7 +210,7 @@ class Run:
         await self.learner.advance(version + 1)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        await until(condition, deadline_s=10, every_s=0.005)
+        await until(condition, every_s=0.005)
 
     @property
     def books(self):

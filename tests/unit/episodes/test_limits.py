@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -81,15 +82,20 @@ async def test_a_turn_whose_completion_exceeds_its_limit_keeps_the_tokens_that_i
     assert rollout.finish_reason is FinishReason.DEADLINE
 
 
-async def test_each_turn_has_the_whole_limit():
+async def test_each_turn_has_the_whole_limit(monkeypatch):
+    limit_s, ahead_s = 20.0, 0.0
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "time", lambda: time.monotonic() + ahead_s)
+
     class Pausing(Turns):
         num_turns = 5
 
         async def step(self, completion: Completion) -> Transition:
-            await asyncio.sleep(limit_s / 4)
+            nonlocal ahead_s
+            ahead_s += limit_s / 2
+            await asyncio.sleep(0.001)
             return await super().step(completion)
 
-    limit_s = 1.5
     rollout = await episode(FakeEngine(), Pausing, turn_deadline_s=limit_s).run(context(), SAMPLING)
     assert (len(rollout.turns), rollout.finish_reason) == (5, FinishReason.STOP)
 
