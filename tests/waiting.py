@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import pytest
+
 # A hang is a hang, and a machine of many tenants is slow.
 DEADLINE_S = 120.0
 
@@ -19,6 +21,15 @@ async def until(
     async with asyncio.timeout(deadline_s):
         while not condition():
             await asyncio.sleep(every_s)
+
+
+class LoopClock:
+    """The clock of the running loop, by which its timers go off; a test may put it forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_s = 0.0
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", lambda: time.monotonic() + self.ahead_s)
 
 
 def block_until(

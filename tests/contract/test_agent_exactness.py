@@ -107,10 +107,10 @@ async def played(settings: RunConfig, engine: WatchedEngine) -> tuple[Trajectory
     gateway = Gateway(settings)
     await gateway.start(renderer)
     try:
-        episode = EpisodeRun(engine, lambda: gateway, max_model_len=200, deadline_s=60)
+        episode = EpisodeRun(engine, lambda: gateway, max_model_len=200, deadline_s=600)
         prompt = Prompt("12", "", environment="agent")
         context = EnvironmentContext(prompt, renderer.encode(prompt), renderer)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             rollout = await episode.run(context, SAMPLING)
     finally:
         await gateway.close()

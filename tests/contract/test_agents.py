@@ -21,7 +21,9 @@ from streamrl.config.generator import EpisodeSettings
 from streamrl.errors import ConfigError, LostAgentError, RolloutError, TransportError
 from streamrl.interfaces import EnvironmentContext, Prompt
 from streamrl.types import FinishReason
+from tests.ports import free_port
 from tests.unit.gateway.parts import SAMPLING, PlainRenderer, ScriptedEngine, client, text
+from tests.waiting import LoopClock, until
 
 PREAMBLE = """
 import asyncio, json, os, signal, subprocess, sys, time, urllib.error, urllib.request
@@ -29,7 +31,7 @@ import asyncio, json, os, signal, subprocess, sys, time, urllib.error, urllib.re
 def post(url, body, key=""):
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(request, timeout=30))
+    return json.load(urllib.request.urlopen(request, timeout=120))
 
 def ask(url, key, content="q"):
     body = {"messages": [{"role": "user", "content": content}]}
@@ -56,9 +58,14 @@ class Episodes:
         self.engine = ScriptedEngine(*["a;"] * 20_000)
         self._gateway = gateway
 
+    @property
+    def num_asking(self) -> int:
+        """Agents that wait for a task."""
+        return len(self._gateway._episodes._changed._waiters)
+
     async def run(
         self,
-        deadline_s: float = 60.0,
+        deadline_s: float = 600.0,
         max_model_len: int = 100,
         max_turns: int | None = None,
     ) -> Rollout:
@@ -72,7 +79,7 @@ class Episodes:
         assert episode.num_slots == 1, "the agent is about to ask"
         self.latest = episode
         prompt = Prompt("what?", "a", {"id": 5}, origin="row 3 of x", environment="agent")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             return await episode.run(EnvironmentContext(prompt, (), PlainRenderer()), SAMPLING)
 
 
@@ -162,27 +169,38 @@ class TestFunctions:
             with pytest.raises(RolloutError, match=sentence):
                 await episodes.run()
 
-    async def test_at_the_deadline_the_episode_is_truncated_with_what_was_sampled(self, function):
+    async def test_at_the_deadline_the_episode_is_truncated_with_what_was_sampled(
+        self, function, monkeypatch
+    ):
         # No more often than the engine has answers.
         play = function("while True:\n    ask(base_url, api_key)\n    time.sleep(0.001)")
+        clock = LoopClock(monkeypatch)
         async with serving(function=play, reward="environment") as episodes:
-            rollout = await episodes.run(deadline_s=3.0)
+            running = asyncio.create_task(episodes.run(deadline_s=60.0))
+            await until(lambda: len(episodes.engine.calls) > 1)
+            clock.ahead_s = 60.0
+            rollout = await running
         assert rollout.finish_reason is FinishReason.DEADLINE
         assert recorded(rollout)[0] == "u:q;>a;"
 
-    async def test_one_that_is_async_is_canceled_when_it_hangs(self, function, tmp_path):
-        gone = tmp_path / "gone"
+    async def test_one_that_is_async_is_canceled_when_it_hangs(
+        self, function, tmp_path, monkeypatch
+    ):
+        asked, gone = tmp_path / "asked", tmp_path / "gone"
         play = function(
-            "ask(base_url, api_key)\n"
+            f"ask(base_url, api_key)\nopen({str(asked)!r}, 'w').close()\n"
             "try:\n    await asyncio.sleep(600)\n"
             f"finally:\n    open({str(gone)!r}, 'w').close()",
             "async ",
         )
+        clock = LoopClock(monkeypatch)
         async with serving(function=play) as episodes:
-            rollout = await episodes.run(deadline_s=3.0)
-            async with asyncio.timeout(120):
-                while not gone.exists():
-                    await asyncio.sleep(0.01)
+            running = asyncio.create_task(episodes.run(deadline_s=60.0))
+            await until(asked.exists)
+            # By its grace, too.
+            clock.ahead_s = 100.0
+            rollout = await running
+            await until(gone.exists)
         assert rollout.finish_reason is FinishReason.DEADLINE
 
     async def test_one_that_fills_the_context_is_truncated(self, function):
@@ -394,11 +412,11 @@ class TestAgentsThatAsk:
 
     async def test_an_agent_that_goes_away_while_it_waits_gets_no_task(self):
         async with serving() as episodes, client() as http:
-            first = http.post(f"{episodes.url}/sessions", json={"agent": "first", "wait_s": 60})
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await first
-            await asyncio.sleep(0.1)
+            asking = http.post(f"{episodes.url}/sessions", json={"agent": "first", "wait_s": 60})
+            first = asyncio.create_task(asking)
+            await until(lambda: episodes.num_asking == 1)
+            first.cancel()
+            await until(lambda: episodes.num_asking == 0)
             running = asyncio.create_task(episodes.run())
             second = await http.post(f"{episodes.url}/sessions", json={"wait_s": 60})
             assert second.status_code == 200
@@ -437,9 +455,9 @@ class TestAgentsThatAsk:
 
 async def test_generators_of_one_machine_take_ports_beside_each_other():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        port = free_port(3)
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         with pytest.raises(TransportError, match=f"other processes listen at {port} to {port}"):
             async with serving(port=port):
                 pass

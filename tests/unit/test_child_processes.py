@@ -89,7 +89,7 @@ class Launch:
         return None
 
     async def until(self, *files: str) -> None:
-        await until(lambda: all((self.folder / file).exists() for file in files), deadline_s=60)
+        await until(lambda: all((self.folder / file).exists() for file in files))
 
     def assert_no_process_is_left(self) -> None:
         for one in self.children:
@@ -312,7 +312,7 @@ def test_a_signal_ends_the_wait_before_a_restart(launched: Launch, monkeypatch):
     monkeypatch.setattr(restarts, "LONGEST_DELAY_S", 600.0)
 
     async def interrupt() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not launched.notices:
                 await asyncio.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -362,10 +362,10 @@ def test_a_command_that_another_one_calls_fails_in_one_sentence(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_command_that_another_one_calls(tmp_path, number):
     caller = calling(tmp_path, WAIT)
-    block_until((tmp_path / "evaluate.ready").exists, deadline_s=60)
+    block_until((tmp_path / "evaluate.ready").exists)
     caller.send_signal(number)
     with contextlib.closing(caller.stderr):
-        caller.communicate(timeout=60)
+        caller.communicate(timeout=120)
     assert caller.returncode == 128 + number
     assert (tmp_path / "evaluate.ended").exists()
 

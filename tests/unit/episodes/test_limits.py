@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -24,6 +23,7 @@ from streamrl.types import (
 )
 from tests.unit.episodes.environments import Turns
 from tests.unit.test_generator import FakeEngine, FakeRenderer, Prompts, Run
+from tests.waiting import LoopClock
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 DEADLINE_S = 0.2
@@ -83,16 +83,13 @@ async def test_a_turn_whose_completion_exceeds_its_limit_keeps_the_tokens_that_i
 
 
 async def test_each_turn_has_the_whole_limit(monkeypatch):
-    limit_s, ahead_s = 20.0, 0.0
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(loop, "time", lambda: time.monotonic() + ahead_s)
+    limit_s, clock = 20.0, LoopClock(monkeypatch)
 
     class Pausing(Turns):
         num_turns = 5
 
         async def step(self, completion: Completion) -> Transition:
-            nonlocal ahead_s
-            ahead_s += limit_s / 2
+            clock.ahead_s += limit_s / 2
             await asyncio.sleep(0.001)
             return await super().step(completion)
 

@@ -146,7 +146,7 @@ def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
 
     holder = threading.Thread(target=hold)
     holder.start()
-    assert is_held.wait(60)
+    assert is_held.wait(120)
     threading.Timer(0.2, ends.set).start()
     with sole_launch(tmp_path / "run", wait_s=60.0):
         holder.join()

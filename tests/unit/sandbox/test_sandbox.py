@@ -19,7 +19,7 @@ from tests.waiting import block_until
 
 pytestmark = pytest.mark.skipif(find_isolation() is None, reason="no isolation on this machine")
 
-LIMITS = SandboxLimits(time_s=20.0)
+LIMITS = SandboxLimits(time_s=120.0)
 
 
 async def run(isolation: Isolation, code: str, **options: object) -> SandboxResult:

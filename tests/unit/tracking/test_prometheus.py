@@ -333,7 +333,7 @@ def test_a_daemon_that_computes_is_read_all_the_same(tmp_path):
         computing.start()
         try:
             url = f"http://{target[0]['targets'][0]}/metrics"
-            seen = [samples_of(httpx2.get(url, timeout=30).text) for _ in range(3)]
+            seen = [samples_of(httpx2.get(url, timeout=120).text) for _ in range(3)]
         finally:
             stop.set()
             computing.join()
