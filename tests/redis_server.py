@@ -55,7 +55,7 @@ class RedisServer:
             self.port = free_port()
         self._run(
             *("bind 127.0.0.1", 'save ""', "appendonly yes", "appendfsync always"),
-            *("cluster-enabled yes", "cluster-node-timeout 3000", *self.settings),
+            *("cluster-enabled yes", "cluster-node-timeout 5000", *self.settings),
         )
 
     def start_sentinel(self, monitor: str) -> None:

@@ -56,7 +56,7 @@ CONFIG = """
 run: {{name: run, folder: {folder}}}
 model: {{path: unused}}
 data: {{source: addition}}
-buffer: {{url: "{url}", max_staleness: 3, lease_ttl_s: 20, deadline_s: 30}}
+buffer: {{url: "{url}", max_staleness: 3, lease_ttl_s: 300, deadline_s: 120}}
 learner: {{groups_per_step: 2}}
 """
 
@@ -163,7 +163,7 @@ async def test_every_answer_survives_a_kill_in_the_middle_of_many_calls(daemon: 
     killing = asyncio.create_task(kill())
     version = 0
     while not killing.done():
-        headers = (await learner.take(2, version, 30.0)).headers
+        headers = (await learner.take(2, version, DEADLINE_S)).headers
         seen.extend(g.prompt_index for g in await learner.fetch([h.prompt_index for h in headers]))
         version += 1
         await learner.advance(version)
@@ -347,6 +347,8 @@ async def test_a_buffer_of_an_ended_run_waits_for_somebody_to_come(daemon: Daemo
     stats = await learner.stats()
     assert (stats.finished, stats.is_over) == (True, False)
     assert not (await learner.heartbeat(make_status())).finished
+    # Or the daemon might end before the learner attaches.
+    await learner.heartbeat(make_status("stays"))
     await learner.heartbeat(make_status(is_leaving=True))
     assert not (await learner.attach(0, None)).finished
 

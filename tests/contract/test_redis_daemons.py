@@ -493,8 +493,8 @@ class Failover:
         self._sentinel = RedisServer(folder / "sentinel")
         self._sentinel.start_sentinel(
             f"sentinel monitor ours 127.0.0.1 {self.primary.port} 1\n"
-            "sentinel down-after-milliseconds ours 2000\n"
-            "sentinel failover-timeout ours 3000"
+            "sentinel down-after-milliseconds ours 5000\n"
+            "sentinel failover-timeout ours 10000"
         )
         self.url = f"redis+sentinel://127.0.0.1:{self._sentinel.port}/ours"
 
