@@ -415,7 +415,7 @@ async def test_a_snapshot_that_hangs_cuts_no_turn(
 ):
     run = make_run()
     await leave_unfinished(run, TurnByTurnEngine(DEAD, 1), make_environment=counting)
-    counting.hangs, settings = hangs, EpisodeSettings(turn_deadline_s=0.05)
+    counting.hangs, settings = hangs, EpisodeSettings(turn_deadline_s=1.0)
     engine = TurnByTurnEngine(ALIVE, 3)
     for group in await groups_of(run, engine, make_environment=counting, settings=settings):
         assert [t.response_mask.sum() for t in group.trajectories] == [6] * 3

@@ -43,6 +43,7 @@ def parent(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     )
     assert process.stdout is not None
     child = int(process.stdout.readline())
+    until(lambda: getattr(read_family(process.pid, process_table()), "num_zombies", 0) == 1)
     yield process
     process.kill()
     process.wait()
@@ -52,7 +53,6 @@ def parent(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_family_is_read_with_its_children_and_zombies(parent):
-    until(lambda: getattr(read_family(parent.pid, process_table()), "num_zombies", 0) == 1)
     table = process_table()
     reading = read_family(parent.pid, table)
     assert reading is not None

@@ -348,19 +348,23 @@ async def test_what_siblings_share_is_closed_after_a_failure(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "deadline_s", "sentence"),
     [
-        ("broken", r"open_group: OSError: no database"),
-        ("away", r"open_group has not opened within generator\.group_deadline_s, which is 0\.01 s"),
+        ("broken", 60.0, r"open_group: OSError: no database"),
+        (
+            "away",
+            0.01,
+            r"open_group has not opened within generator\.group_deadline_s, which is 0\.01 s",
+        ),
     ],
 )
-async def test_what_cannot_be_opened_costs_its_group(tmp_path, content, sentence):
+async def test_what_cannot_be_opened_costs_its_group(tmp_path, content, deadline_s, sentence):
     class Unopened(Prompts):
         def __getitem__(self, prompt_index: int):
             return dataclasses.replace(super().__getitem__(prompt_index), content=content)
 
     with pytest.raises(RolloutError, match=sentence):
-        await group_of(sharing(tmp_path), deadline_s=0.01, prompts=Unopened())
+        await group_of(sharing(tmp_path), deadline_s=deadline_s, prompts=Unopened())
 
 
 async def test_a_group_that_is_dropped_while_it_waits_closes_what_it_shares():

@@ -25,7 +25,7 @@ from tests.waiting import block_until
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = (sys.executable, str(SERVER), "stdio")
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S = 120.0
 T = TypeVar("T")
 
 
