@@ -136,7 +136,7 @@ def test_who_shares_the_folder_of_runs_shares_its_locks(tmp_path):
         assert (tmp_path / ".launches").stat().st_mode & 0o7777 == 0o2770
 
 
-def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
+def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys, monkeypatch):
     is_held, ends = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -147,7 +147,8 @@ def test_the_lock_of_a_node_that_is_gone_is_waited_for(tmp_path, capsys):
     holder = threading.Thread(target=hold)
     holder.start()
     assert is_held.wait(120)
-    threading.Timer(0.2, ends.set).start()
+    # It ends once it is waited for.
+    monkeypatch.setattr("streamrl.cli.processes.run_commands.time.sleep", lambda _: ends.set())
     with sole_launch(tmp_path / "run", wait_s=60.0):
         holder.join()
     assert "waiting for its lock, 60 s at most" in capsys.readouterr().err

@@ -319,7 +319,7 @@ def test_a_daemon_that_computes_is_read_all_the_same(tmp_path):
     """And writes meanwhile: nobody waits for the other."""
     config = make_config(tmp_path)
     config.run.path.mkdir()
-    stop = threading.Event()
+    has_begun, stop = threading.Event(), threading.Event()
     with exporting(config, "learner", "learner") as exported:
         target = json.loads(target_of(config, "learner").read_text())
 
@@ -328,11 +328,13 @@ def test_a_daemon_that_computes_is_read_all_the_same(tmp_path):
             while not stop.is_set():
                 step += 1
                 exported.log({"reward/mean": step, f"mine/{step % 50}": step}, step)
+                has_begun.set()
 
         computing = threading.Thread(target=compute)
         computing.start()
         try:
             url = f"http://{target[0]['targets'][0]}/metrics"
+            assert has_begun.wait(120)
             seen = [samples_of(httpx2.get(url, timeout=120).text) for _ in range(3)]
         finally:
             stop.set()
