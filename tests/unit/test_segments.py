@@ -1,6 +1,7 @@
 """The payloads of a journal: killed at every write, damaged, on a full disk, and gone again."""
 
 import errno
+import gc
 import os
 import shutil
 import signal
@@ -378,6 +379,7 @@ def test_a_segment_whose_name_cannot_be_synced_is_closed_and_deleted(tmp_path, m
     state.attach(0, None)
     put_large(state, "a")
     monkeypatch.setattr(segments, "sync", failing_read)
+    gc.collect()  # What other tests left open would be closed below.
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
         with pytest.raises(StorageError, match="cannot be written"):
