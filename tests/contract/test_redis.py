@@ -202,7 +202,7 @@ async def test_sentinels_may_have_the_password_of_the_server(own: str, tmp_path:
         monitor = f"sentinel monitor ours 127.0.0.1 {server.port} 1"
         sentinel.start_sentinel(f"{monitor}\nsentinel auth-pass ours secret\n{own}")
         url = f"redis+sentinel://:secret@127.0.0.1:{sentinel.port}/ours"
-        connection = RedisConnection(url, "run", deadline_s=5.0, retry_s=2.0)
+        connection = RedisConnection(url, "run", deadline_s=120.0, retry_s=2.0)
         try:
             assert await connection.call("PING", ("PING",)) == [True]
         finally:

@@ -56,7 +56,7 @@ class Daemons:
                 await asyncio.sleep(0.1)
 
     async def _serves(self) -> bool:
-        found = await served_at(self.url, "run", deadline_s=5.0)
+        found = await served_at(self.url, "run", deadline_s=DEADLINE_S)
         return found is not None and found.startswith("zmq://")
 
     def client(self) -> RedisBuffer:
@@ -315,7 +315,7 @@ async def test_a_daemon_that_starts_on_a_full_server_waits_for_room(
     server.config_set("maxmemory", server.info("memory")["used_memory"] - 1000)
     daemon = RedisDaemon(own_redis.url, "full")
     await until(lambda: "waits for memory in Redis" in caplog.text)
-    assert await served_at(own_redis.url, "full", deadline_s=5.0) is None
+    assert await served_at(own_redis.url, "full", deadline_s=DEADLINE_S) is None
     server.config_set("maxmemory", 0)
     buffer = redis_client(own_redis.url, "full", serves=False, deadline_s=DEADLINE_S)
     await buffer.attach(0, None)
@@ -339,7 +339,7 @@ async def test_a_large_commit_has_more_time_than_a_small_one(
 
 
 async def take_term(url: str, run: str) -> str:
-    leadership = Leadership(url, run, deadline_s=5.0)
+    leadership = Leadership(url, run, deadline_s=DEADLINE_S)
     term = await leadership.acquire()
     await leadership.resign()
     await leadership.close()
@@ -351,6 +351,8 @@ def journal_of(
 ) -> tuple[BufferState[bytes], RedisStorage, Journal[bytes]]:
     state = make_state(groups_per_step)
     storage = RedisStorage(url, run, asyncio.run(take_term(url, run)))
+    # A daemon tries again; these tests do not.
+    storage._connection.deadline_s = DEADLINE_S
     journal: Journal[bytes] = Journal(storage, state)
     journal.recover({"run.name": run}, 0.0)
     return state, storage, journal
