@@ -402,7 +402,7 @@ async def test_after_the_end_nobody_waits_for_the_siblings_that_are_left(connect
     await learner.attach(0, None)
     await leave_siblings(generator, "dead/1", 0)
     # The daemon of a run that is over ends once everybody has left.
-    await generator.heartbeat(status("stays"))
+    await generator.heartbeat(make_status("stays"))
     await learner.finish()
     stats = await learner.stats()
     assert (stats.books.leased, stats.books.balanced, stats.num_bytes) == (0, True, 0)

@@ -585,7 +585,7 @@ async def test_a_failover_in_mid_put_loses_nothing_and_trains_nothing_twice(
             if version == 13:
                 failover.primary.kill()
         # The daemon of a run that is over ends once everybody has left.
-        await clients[0].heartbeat(status("stays"))
+        await clients[0].heartbeat(make_status("stays"))
         await session.finish()
     assert Redis(port=failover.replica.port).info("replication")["role"] == "master"
     assert sorted(trained) == list(range(num_steps * groups_per_step))
