@@ -366,6 +366,8 @@ class TargetCollector:
     ) -> tuple[Targets, dict[str, float]]:
         """The targets with one correction over all of these trajectories, and its metrics;
         `logprobs` [R] are the batch's. Non-finite sequences are in neither."""
+        # Not only those that the policy cannot score: the reference's and the critic's leave, too.
+        logprobs = torch.where(batch.sequences.expand(targets.is_finite), logprobs, torch.nan)
         rows, rescored = batch.rows(chosen), targets.rescored_logprobs
         config = self.config.algorithm
         found = correct(

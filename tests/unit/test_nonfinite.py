@@ -92,12 +92,22 @@ def test_the_gradient_is_that_of_the_batch_without_it(value, mode):
         assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4), name
 
 
+@pytest.mark.parametrize("in_reference", [False, True])
 @pytest.mark.parametrize(
     "algorithm", [{"proximal": "recompute"}, {"proximal": "behavior", "loss": "reinforce"}]
 )
-def test_a_correction_over_the_batch_is_that_of_the_batch_without_it(algorithm):
-    algorithm = {"advantage": "reinforce", "rollout_is": {"batch_normalize": True}, **algorithm}
-    trainer, clean = (trainer_with_poison(algorithm=algorithm) for _ in range(2))
+def test_a_correction_over_the_batch_is_that_of_the_batch_without_it(algorithm, in_reference):
+    algorithm = {
+        "advantage": "reinforce",
+        "rollout_is": {"batch_normalize": True},
+        "kl_loss": {"coef": 0.1},
+        **algorithm,
+    }
+    value = 0.5 if in_reference else torch.nan
+    trainer, clean = (trainer_with_poison(value, algorithm=algorithm) for _ in range(2))
+    if in_reference:
+        with torch.no_grad():
+            trainer._targets.reference.model.get_input_embeddings().weight[POISON] = torch.nan
     batch = TrainingBatch.of(poisoned(make_groups(), *BAD), 4)
     found, metrics = gradients(trainer, lambda: trainer.step(batch))
     smaller = TrainingBatch.of(without(make_groups(), *BAD), 4)
