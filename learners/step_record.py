@@ -35,7 +35,7 @@ from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.config.loading.load import with_overrides
 from streamrl.config.loading.rendering import values_of
 from streamrl.durable_files import sync, write_file
-from streamrl.errors import ConfigError, WireError
+from streamrl.errors import ConfigError, OtherReleaseError, SchemaVersionError, WireError
 from streamrl.types import GroupHeader, TrajectoryGroup
 from streamrl.types.packed import PackedGroup, pack
 
@@ -95,6 +95,10 @@ def read(path: Path) -> StepRecord:
     try:
         data = zstandard.ZstdDecompressor().decompress(path.read_bytes())
         return wire.decode(data, StepRecord, max_bytes=_MAX_BYTES)
+    except SchemaVersionError as error:
+        raise OtherReleaseError(
+            f"another release of StreamRL recorded {path}; replay it with that release"
+        ) from error
     except (OSError, zstandard.ZstdError, WireError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from error
 

@@ -42,7 +42,7 @@ class ConfigError(StreamRLError):
 
 
 class OtherReleaseError(ConfigError):
-    """A journal, a checkpoint or a run in Redis has the format of another release."""
+    """A journal, a checkpoint, a run in Redis or a recorded step is in another release's format."""
 
     @classmethod
     def of(cls, what: str, found: object, known: int, remedy: str) -> "OtherReleaseError":

@@ -18,6 +18,7 @@ from learners.parallel.ranks import Ranks
 from learners.replay import Replay, choose_start
 from learners.session import LearnerState
 from learners.step_record import Recorder
+from streamrl import wire
 from streamrl.checkpoints.find import checkpoints_of, path_of
 from streamrl.checkpoints.history import continued, new_history, write_history
 from streamrl.cli.main import main
@@ -246,6 +247,16 @@ def test_a_replay_begins_at_the_checkpoint_that_the_run_started_from(tmp_path):
     assert start.policy_version == 20
     with pytest.raises(ConfigError, match=r"--from 10: .* complete checkpoints are at 0, 20:"):
         choose_start(run, range(11, 31), 10)
+
+
+def test_a_step_that_another_release_recorded_is_not_called_damaged(tmp_path, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(wire, "SCHEMA_VERSION", 12)
+        data = step_record.encode(step_record.StepRecord(1, 1, ()))
+    path = tmp_path / "step-00000001.rank-00.zst"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"another release of StreamRL recorded {path}; replay"):
+        step_record.read_step([path])
 
 
 def test_a_damaged_record_and_a_missing_rank_are_named(tmp_path):
