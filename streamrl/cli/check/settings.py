@@ -46,7 +46,7 @@ def check_sizes(config: RunConfig) -> Iterator[Finding]:
         yield CONFIGURATION.warning(
             f"buffer.max_group_bytes: {buffer.max_group_bytes} refuses groups whose trajectories "
             f"have more than about {fitting} tokens each, and generator.max_model_len allows "
-            f"{longest}; set {largest + largest // 8}"
+            f"{longest}; set {largest + largest // 4}"
         )
     if buffer.lease_ttl_s < _SAFE_LEASE_S:
         yield CONFIGURATION.warning(
