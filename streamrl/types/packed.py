@@ -1,5 +1,5 @@
 """The encoded form of a group, as a buffer stores it: the siblings' arrays end to end, in 6 to 8
-bytes a token besides the records of its candidates, experts and teachers.
+bytes a token, and more with a loss mask or records of candidates, experts and teachers.
 
 Token ids, and the numbers in token sets, are narrowed for transport, without loss:
 
@@ -149,12 +149,13 @@ class VersionRuns(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, policy_versions: Int32Array) -> "VersionRuns":
-        """`policy_versions` [N], N > 0."""
-        last = np.flatnonzero(policy_versions[1:] != policy_versions[:-1])
-        edges = np.zeros(len(last) + 2, np.int32)
-        edges[1:-1] = last + 1
-        edges[-1] = len(policy_versions)
-        return cls(policy_versions[edges[:-1]], edges[1:] - edges[:-1])
+        """`policy_versions` [N]."""
+        num_tokens = len(policy_versions)
+        is_first = np.ones(num_tokens, np.bool_)
+        is_first[1:] = policy_versions[1:] != policy_versions[:-1]
+        firsts = np.flatnonzero(is_first)
+        lengths = np.diff(firsts, append=num_tokens).astype(np.int32)
+        return cls(policy_versions[firsts], lengths)
 
     def require_tokens(self, num_tokens: int) -> None:
         """
@@ -162,11 +163,13 @@ class VersionRuns(Struct, frozen=True, array_like=True):
             ValueError: the runs are not those of so many tokens.
         """
         versions, lengths = self.versions, self.lengths
-        if len(versions) != len(lengths) or not lengths.size or np.minimum.reduce(lengths) < 1:
-            raise ValueError(f"version_runs: {len(versions)} versions of {len(lengths)} runs")
+        if len(versions) != len(lengths):
+            raise ValueError(f"version_runs: has {len(versions)} versions, {len(lengths)} lengths")
+        if np.minimum.reduce(lengths, initial=1) < 1:
+            raise ValueError("version_runs: a run has no tokens")
         if (total := int(lengths.sum(dtype=np.int64))) != num_tokens:
             raise ValueError(f"version_runs: are of {total} tokens; there are {num_tokens}")
-        if np.minimum.reduce(versions) < -1:
+        if np.minimum.reduce(versions, initial=-1) < -1:
             raise ValueError("policy_versions: must be >= 0 where response_mask is on, else -1")
 
 
@@ -200,17 +203,21 @@ class PackedGroup(Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def policy_versions(self) -> Int32Array:
         """[N]"""
-        return np.repeat(self.version_runs.versions, self.version_runs.lengths)
+        return self._of_runs(self.version_runs.versions)
 
     @cached_property
     def response_mask(self) -> BoolArray:
         """[N]"""
-        return np.repeat(self.version_runs.versions >= 0, self.version_runs.lengths)
+        return self._of_runs(self.version_runs.versions >= 0)
+
+    def _of_runs(self, values: NDArray[Any]) -> NDArray[Any]:
+        """[R] -> [N], read-only as the arrays of a message are."""
+        column = np.repeat(values, self.version_runs.lengths)
+        column.flags.writeable = False
+        return column
 
     def __post_init__(self) -> None:
         check_group(self, self.facts)
-        self.version_runs.require_tokens(len(self.token_ids))
-        check_tokens(self)
         for facts in self.facts:
             if facts.num_tokens < 1:
                 raise ValueError("token_ids: is empty; a trajectory holds at least its prompt")
@@ -218,6 +225,8 @@ class PackedGroup(Struct, frozen=True, array_like=True, dict=True):
         lengths = sum(facts.num_tokens for facts in self.facts)
         if lengths != len(self.token_ids):
             raise ValueError(f"token_ids: holds {len(self.token_ids)}; its siblings have {lengths}")
+        self.version_runs.require_tokens(len(self.token_ids))
+        check_tokens(self)
         if oldest_version(self.version_runs.versions) is None:
             raise ValueError("trajectories: none holds a sampled token")
 

@@ -10,6 +10,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 
+from actors.episode_record import Rollout, Segment, Span
 from actors.episodes.group import unbuffered_lease
 from streamrl import wire
 from streamrl.errors import (
@@ -23,6 +24,7 @@ from streamrl.types import (
     BufferStats,
     CudaMemory,
     FilesEndpoint,
+    FinishReason,
     GroupHeader,
     HostMemory,
     PackedGroup,
@@ -34,6 +36,7 @@ from streamrl.types import (
 )
 from streamrl.types.packed import narrowed, widened
 from tests.records import damaged, groups, make_group
+from tests.rollouts import trajectories_of
 from tests.unit.episodes.environments import SubAgent, Summarizing
 from tests.unit.test_generator import Run
 
@@ -70,9 +73,13 @@ def test_a_group_comes_back_the_same_and_read_only(group):
 def test_a_packed_group_is_the_group_and_has_its_header(group):
     message = wire.encode(pack(group))
     packed = wire.decode(message, PackedGroup)
-    assert_same(group, packed.group())
+    back = packed.group()
+    assert_same(group, back)
     assert packed.header(7) == GroupHeader.of(group, num_bytes=7)
-    assert wire.encode(pack(packed.group())) == message
+    assert wire.encode(pack(back)) == message
+    one = back.trajectories[0]
+    for column in (one.token_ids, one.response_mask, one.policy_versions):
+        assert not column.flags.writeable
 
 
 @pytest.mark.parametrize("environment", [Summarizing, SubAgent])
@@ -126,6 +133,13 @@ def test_runs_of_versions_that_are_not_those_of_the_tokens_are_refused(versions,
     group[6] = (np.array(versions, np.int32), np.array(lengths, np.int32))
     with pytest.raises(CorruptMessageError, match="version_runs"):
         wire.decode(wire.encode(group), PackedGroup)
+
+
+def test_an_episode_without_a_token_is_refused():
+    nothing = Span(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+    rollout = Rollout((Segment((nothing,), ()),), {}, FinishReason.STOP, ())
+    with pytest.raises(ValueError, match="token_ids: is empty"):
+        trajectories_of(rollout)
 
 
 @pytest.mark.parametrize("lengths", [(3, 4), (8, 7), (14, 0), (-1, 15), ()])
