@@ -94,7 +94,12 @@ def test_the_gradient_is_that_of_the_batch_without_it(value, mode):
 
 @pytest.mark.parametrize("in_reference", [False, True])
 @pytest.mark.parametrize(
-    "algorithm", [{"proximal": "recompute"}, {"proximal": "behavior", "loss": "reinforce"}]
+    "algorithm",
+    [
+        {"proximal": "recompute"},
+        {"proximal": "behavior", "loss": "reinforce"},
+        {"proximal": "recompute", "rollout_is": {"second_moment": 1e-3}},
+    ],
 )
 def test_a_correction_over_the_batch_is_that_of_the_batch_without_it(algorithm, in_reference):
     algorithm = {

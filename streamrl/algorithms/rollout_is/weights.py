@@ -60,9 +60,10 @@ def bound_second_moment(
     smallest_masked = float(ascending[too_large[0]]) if len(too_large) else torch.inf
     keep = torch.ones_like(counted)
     keep[is_harmful] = squares < smallest_masked
+    num_finite = int(log_ratio.isfinite().sum())
     return keep, {
         "mismatch/second_moment": float(squares.sum()) / max(len(squares), 1),
-        "mismatch/second_moment_masked_fraction": int((~keep).sum()) / max(len(keep), 1),
+        "mismatch/second_moment_masked_fraction": int((~keep).sum()) / max(num_finite, 1),
     }
 
 
