@@ -134,10 +134,13 @@ class _FunctionSession:
             inspect.signature(self.function).bind(**arguments)
         except TypeError as error:
             raise ToolError(str(error)) from error
-        try:
-            result = await self.threads.run(partial(self._run, name, arguments))
-        except RolloutError as error:
-            raise ToolError(str(error)) from error
+        if inspect.iscoroutinefunction(self.function):
+            result = self.function(**arguments)
+        else:
+            try:
+                result = await self.threads.run(partial(self._run, name, arguments))
+            except RolloutError as error:
+                raise ToolError(str(error)) from error
         if not inspect.isawaitable(result):
             return str(result)
         with attributed_to(name, ToolError):

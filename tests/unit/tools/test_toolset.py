@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,12 @@ class TestFunctions:
     async def test_a_coroutine_and_a_result_that_is_no_text(self, own: Path, name: str) -> None:
         tools = await open_tools(f"{own}:{name}")
         assert await answer(tools, name, text="schön") == '{"text": "schön"}'
+
+    async def test_coroutines_take_no_threads(self, own: Path) -> None:
+        tools = await open_tools(f"{own}:later")
+        num_before = threading.active_count()
+        await asyncio.gather(*(answer(tools, "later", text="x") for _ in range(32)))
+        assert threading.active_count() == num_before
 
     async def test_a_class_keeps_the_state_of_one_episode(self, own: Path) -> None:
         settings = ToolSettings(tool=f"{own}:Notes", kwargs={"first": "one"})
