@@ -9,6 +9,7 @@ short leases.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from streamrl.checkpoints.find import is_checkpoint, is_taken
@@ -119,7 +120,8 @@ def check_resume(config: RunConfig, where: str) -> Iterator[Finding]:
                 )
         case Path() as path if not is_checkpoint(path):
             yield CONFIGURATION.problem(
-                f"run.resume: {path} is no checkpoint (it has no state.json)"
+                f"run.resume: {path} is no checkpoint (it has no state.json); name never, auto or "
+                "the path of one"
             )
 
 
@@ -172,24 +174,29 @@ def _without_gpu(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     shape, memory = ModelShape.of(config), read_machine().usable_memory
     if shape is None or not memory:
         return
+    learners = [process for process in plan.processes if process.role == "learner"]
+    num_ranks = sum(process.num_ranks for process in learners)
+    first = LearnerMemory(config, shape, num_ranks, critic=ModelShape.of_critic(config))
+    rank_bytes = replace(first, sends=False).need().certain_bytes
     needs: dict[str, int] = {}
-    num_ranks = sum(process.num_ranks for process in plan.processes if process.role == "learner")
-    of_learner = LearnerMemory(config, shape, num_ranks, critic=ModelShape.of_critic(config))
     for process in plan.processes:
         of_role = config.for_validator() if process.role == "validator" else config
         if process.devices or process.host != "here":
             continue
         if process.role == "learner":
-            needs[process.name] = process.num_ranks * of_learner.need().certain_bytes
+            sends = process is learners[0]
+            first_bytes = first.need().certain_bytes if sends else rank_bytes
+            needs[process.name] = first_bytes + (process.num_ranks - 1) * rank_bytes
         elif process.role != "buffer" and of_role.generator.engine == "hf":
             need = engine_need(of_role.generator, shape, config.max_model_len)
             needs[process.name] = need.certain_bytes
     if sum(needs.values()) > memory:
         largest = max(needs, key=needs.__getitem__)
+        fewer = "lower generator.count, or " if config.generator.count != 1 else ""
         yield MEMORY.warning(
-            f"model.path: {len(needs)} processes need at least {gib(sum(needs.values()))} of this "
-            f"machine's memory ({largest} {gib(needs[largest])}), which has {gib(memory)}: lower "
-            "generator.count, or name a smaller model"
+            f"model.path: the processes without a GPU need at least {gib(sum(needs.values()))} of "
+            f"memory ({largest} {gib(needs[largest])}), and this machine has {gib(memory)}: "
+            f"{fewer}name a smaller model"
         )
 
 

@@ -65,18 +65,24 @@ def test_what_may_not_fit_is_a_warning_and_what_cannot_a_problem(config, monkeyp
     assert str(refusal.value) == problem.sentence, "a launch refuses it in the same words"
 
 
-@pytest.mark.parametrize(("gib", "num_generators"), [(64, 1), (64, 9), (8, 1)])
+@pytest.mark.parametrize(
+    ("gib", "num_generators", "remedy"),
+    [(64, 1, ""), (64, 9, "lower generator.count, or name"), (8, 1, ": name")],
+)
 def test_processes_without_a_gpu_are_warned_of_what_certainly_exceeds_the_memory(
-    config, monkeypatch, gib, num_generators
+    config, monkeypatch, gib, num_generators, remedy
 ):
     monkeypatch.setattr(settings, "read_machine", lambda: Machine(memory=gib * 2**30))
     generator = config.generator.model_copy(update={"count": num_generators})
     found = of_memory(config.model_copy(update={"generator": generator}), one_host(0), monkeypatch)
-    start = f"model.path: {num_generators + 1} processes need at least "
-    fits = (gib, num_generators) == (64, 1)
-    assert [(f.severity, f.sentence.startswith(start)) for f in found] == (
-        [] if fits else [(Severity.WARNING, True)]
-    )
+    assert [finding.severity for finding in found] == [Severity.WARNING] * bool(remedy)
+    assert all(finding.sentence.endswith(f"{remedy} a smaller model") for finding in found)
+
+
+def test_the_first_rank_alone_needs_memory_to_send_weights(config, monkeypatch):
+    monkeypatch.setattr(settings, "read_machine", lambda: Machine(memory=64 * 2**30))
+    learner = config.learner.model_copy(update={"num_ranks": 8})
+    assert of_memory(config.model_copy(update={"learner": learner}), one_host(0), monkeypatch) == []
 
 
 @pytest.mark.parametrize(("num_gpus", "engine"), [(2, "hf"), (2, "vllm"), (0, "hf")])
