@@ -199,7 +199,8 @@ def check_prompts(config: RunConfig, load: "LoadRenderer") -> Iterator[Finding]:
     template = config.data.chat_template
     if isinstance(template, Path):
         yield from DATA.refusal(read_text, template, "data.chat_template")
-    yield from _unopened_answer(_template(config))
+    with suppress(ConfigError):  # Another check refuses the tokenizer's folder.
+        yield from _unopened_answer(_template(config))
     for entry in config.entries:
         own = config.model_copy(update={"data": entry.data})
         source = entry.data.source

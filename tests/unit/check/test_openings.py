@@ -38,3 +38,12 @@ def test_a_template_that_leaves_the_opening_of_an_answer_to_the_policy_is_warned
 def test_one_that_opens_it_or_needs_no_opening_is_not(tmp_path, text):
     (tmp_path / "chat.jinja").write_text(text)
     assert warnings(tmp_path / "chat.jinja") == []
+
+
+def test_prompts_are_checked_beside_a_damaged_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}')
+    data = {"source": str(tmp_path / "rows.jsonl")}
+    run = RunConfig.model_validate({"model": {"path": str(tmp_path)}, "data": data})
+    assert any("more than the 1 prompts" in finding.sentence for finding in check_data(run))
