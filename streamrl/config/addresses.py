@@ -173,7 +173,7 @@ def lacks_keys(setting: str, url: str, keys: Path | None) -> str:
 
 
 # The hub keeps all that was ever in a repository, so it has to be a bucket.
-_IN_A_STORE = re.compile(r"(?:(?:s3|gs)://|file:///|hf://buckets/[^/]+/)/*[^/@?#*][^@?#*]*")
+_IN_A_STORE = re.compile(r"(?:(?:s3|gs)://|file:///|hf://buckets/[^/@?#*]+/)/*[^/@?#*][^@?#*]*")
 
 
 def _as_store(url: str) -> str:

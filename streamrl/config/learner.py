@@ -24,11 +24,16 @@ from streamrl.config.section import (
 from streamrl.errors import ConfigError
 from streamrl.types.ranges import MAX_GROUPS
 
+_is_made_at_the_end = refuse_unless(
+    lambda steps: steps > 0,
+    "it must be at least 1; above run.max_steps the last step alone makes a checkpoint",
+)
+
 
 class CheckpointSettings(Section):
     """When the learner saves checkpoints, and how many it keeps."""
 
-    every: Positive = 50
+    every: Annotated[int, _is_made_at_the_end, Field(gt=0)] = 50
     """Steps between checkpoints; the last step always makes one, and above `run.max_steps` no
     other does."""
     keep: Positive = 2

@@ -389,7 +389,7 @@ async def test_versions_between_are_left_out_while_one_is_on_its_way(tmp_path, m
             "s3://key:word@bucket/x",
             "hf://user/model",
         ),
-        *("hf://buckets/user", ""),
+        *("hf://buckets/user", "hf://buckets/key:word@user/bucket/x", ""),
     ],
 )
 def test_another_store_is_refused_with_what_is_allowed(store):
