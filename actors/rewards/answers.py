@@ -556,8 +556,10 @@ def measured(text: str) -> Quantity | None:
     """
     inner = _TEXT.sub(r"\1", text)
     plainly = _GAPS.sub(" ", _DEGREES.sub("°", plain(inner))).strip()
+    # A letter in bold is no unit.
+    is_text = inner != text and not re.search(r"(?:bf|it|symbol|bm)\s*\{\s*[a-zA-Z]\s*\}", text)
     # A dollar sign at the end closes a formula, so one at the beginning opens it.
-    return quantity(plainly.strip("$") if plainly.endswith("$") else plainly, is_text=inner != text)
+    return quantity(plainly.strip("$") if plainly.endswith("$") else plainly, is_text=is_text)
 
 
 def digits_to_base(text: str) -> tuple[str, str] | None:

@@ -124,6 +124,9 @@ def _known(gold: str, given: str) -> bool | None:
         gold, given = measure.value, other.value
     elif measure and measure.is_evident:
         gold = measure.value
+    elif other and re.search(r"\d[a-zJLNVW]\Z", given):
+        # 5m is 5 where a number is wanted.
+        given = other.value
     wanted, found = whole_number(gold), whole_number(given)
     if wanted is None or found is not None:
         return None if wanted is None or found is None else wanted == found

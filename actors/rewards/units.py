@@ -48,7 +48,7 @@ _FACTOR = (
 # A space stands before a power such as s^{-2}.
 _BETWEEN = r"(?:\s?(?:/|\bper\b|\\cdot|·)\s?|\s{1,2}(?=[a-zA-Z]{1,3}\^\{-))"
 _UNIT = re.compile(
-    rf"(?:(?<=[\d)}}])|(?<=\\pi))\s*(?P<unit>{_FACTOR}(?:{_BETWEEN}{_FACTOR}){{0,2}})\Z"
+    rf"(?:(?<=[\dπ)}}])|(?<=\\pi))\s*(?P<unit>{_FACTOR}(?:{_BETWEEN}{_FACTOR}){{0,2}})\Z"
 )
 # 5m^2 and 5mm^2 may be formulas.
 _SQUARED = re.compile(r"(?!m)[a-z]{2}\^\{?[23]\}?\Z|[a-z]{1,2}[²³]\Z")
@@ -65,15 +65,34 @@ _TEXTS = re.compile(
 )
 _WORDS_BEHIND = re.compile(
     r"(?:(?:(?<=[\d)\]}])|(?<=\\pi)|(?<=[^a-zA-Z\\][a-zA-Z]))\s"
-    r"(?P<words>(?:[a-z]{2,12}\s){0,2}[a-z]{4,15})|(?<=\d)(?:st|nd|rd|th))\.?\Z"
+    r"(?P<words>(?:[a-z]{2,12}\s){0,2}[a-z]{4,15})|(?<=\d)(?:st|nd|rd|th|\s?[aApP][mM]))\.?\Z"
 )
 # 5 m and 5cm, but not 5m, 5mg and 5 h^2, which may be formulas.
-_NUMBER_OF = re.compile(r"[-\d.,]*\d(?:\s+(?![a-zA-Z]\^)|(?=[ck][a-zA-Z]|mm|m[lL]|ft|[a-zA-Z]{3}))")
+_NUMBER_OF = re.compile(
+    r"[-\N{MINUS SIGN}\d.,]*\d(?:[eE][-+]?\d+"
+    r"|\s?(?:\\times|\\cdot|[x*\N{MULTIPLICATION SIGN}])\s?10\s?\^\s?(?:\{\s?)?-?\d+\}?)?"
+    r"(?:\s+(?![a-zA-Z]\^)|(?=[ck][a-zA-Z]|mm|m[lL]|ft|lb|hr|[a-zA-Z]{3}))"
+)
+_PERCENT = re.compile(
+    r"(?<=\d)(?:\s|~|\\[,;: ]){0,4}"
+    r"(?:\\?%|per ?cent|\\(?:text|mathrm)\s*\{[\s~]*(?:\\?%|per ?cent)\s*\})\.?\Z"
+)
+# Dollars around the value alone: $5$ cm.
+_DELIMITED = re.compile(r"\$([^$]{1,200})\$(\s?[a-zA-Z][^$]{0,47})")
+# Not those of \mathbf, which are vectors and matrices.
+_LETTER = re.compile(r"([^\W\d_\u3040-\ud7a3])(?:\s*\^\s*-?\d)?")
+# Of these, a letter may be an argument or an atom.
+_NAME_BEFORE = re.compile(
+    r"(?:\\(?:cos|cot|csc|ln|log|sec|sin|tan|angle)"
+    r"|\\(?:text|mathrm)\s*\{[^{}]*\}(?:_\{?\d+\}?)?)\Z"
+)
+_IDEOGRAPH = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]")
 # They change a value, or say when it is one.
 _NO_MEASURE = re.compile(
     r"\b(?:and|are|cos|cubed|divided|dozen|factorial|for|hundred|if|is|less|log|million|billion"
     r"|minus|more|negative|not|or|over|plus|sin|sqrt|squared|tan|thousand|times|trillion"
     r"|when|where|halves|(?:thir|four|fif|six|seven|eigh|nin|ten|hundred|thousand)(?:d|th)s)\b"
+    "|[万萬亿億千百十半以或和不만억천백반]"
 )
 # A unit is at the end of a text, and at most this long.
 _LONGEST = 48
@@ -128,7 +147,10 @@ def unmeasured(formula: str) -> str:
     >>> unmeasured("3+4\\\\mathrm{i}"), unmeasured("2m"), unmeasured("\\\\frac{m}{M} g")
     ('3+4\\\\mathrm{i}', '2m', '\\\\frac{m}{M} g')
     """
-    formula = _TEXTS.sub(lambda found: "" if _is_measure(found["texts"]) else found[0], formula)
+    if delimited := _DELIMITED.fullmatch(formula):
+        formula = delimited[1] + delimited[2]
+    formula = _PERCENT.sub("%", formula)
+    formula = _TEXTS.sub(lambda found: "" if _is_measure(found) else found[0], formula)
     words = _WORDS_BEHIND.search(formula, max(0, len(formula) - _LONGEST))
     if words and not _NO_MEASURE.search(words[0]):
         return formula[: words.start()]
@@ -141,10 +163,19 @@ def unmeasured(formula: str) -> str:
     return found.value if found.is_evident or is_of_number else formula
 
 
-def _is_measure(texts: str) -> bool:
-    words = re.sub(r"\\[a-zA-Z]+|[{}~]", " ", texts).strip()
-    # A letter behind a space, such as \mathrm{~T}, but not the numbers i and e.
-    is_name = re.search(r"[a-z]{2}|[AP]M\b", words) or re.search(r"\{[\s~]+[^\Wie]\}", texts)
+def _is_measure(found: re.Match[str]) -> bool:
+    texts = found["texts"]
+    words = re.sub(r"\\(?:[a-zA-Z]+|.)|[{}~]", " ", texts).strip()
+    if "\\Omega" in texts:
+        return True
+    if letter := _LETTER.fullmatch(words):
+        before = found.string[max(0, found.start() - _LONGEST) : found.start()]
+        if re.search(r"(?:bf|it)\s*\{", texts) or _NAME_BEFORE.search(before):
+            return False
+        # Any letter behind a space, such as \mathrm{~S}, but not the numbers i and e.
+        is_apart = re.search(r"\{[\s~]", texts) and letter[1] not in "ie"
+        return bool(is_apart) or letter[1] in "CFHT" or unit_of(words) is not None
+    is_name = re.search(r"[a-z]{2}|[AP]M\b", words) or _IDEOGRAPH.search(words)
     return unit_of(words) is not None or bool(is_name and not _NO_MEASURE.search(words))
 
 
