@@ -60,11 +60,11 @@ _TEXT = (
     r"(?:\s*\^\s*(?:\{-?\d\}|\d))?"
 )
 _TEXTS = re.compile(
-    rf"(?<=[\w)}}\]%$])(?P<texts>(?:(?:\s|~|\\[,;: !]|/|\\cdot|\\quad){{0,4}}{_TEXT}){{1,4}})"
+    rf"(?<=[\w)}}\]%$!|])(?P<texts>(?:(?:\s|~|\\[,;: !]|/|\\cdot|\\quad){{0,4}}{_TEXT}){{1,4}})"
     r"(?=[\s.]*(?:\Z|\$|\\[)\]]))"
 )
 _WORDS_BEHIND = re.compile(
-    r"(?:(?:(?<=[\d)\]}])|(?<=\\pi)|(?<=[^a-zA-Z\\][a-zA-Z]))\s"
+    r"(?:(?:(?<=[\d)\]}!|])|(?<=\\pi)|(?<=[^a-zA-Z\\][a-zA-Z]))\s"
     r"(?P<words>(?:[a-z]{2,12}\s){0,2}[a-z]{4,15})|(?<=\d)(?:st|nd|rd|th|\s?[aApP][mM]))\.?\Z"
 )
 # 5 m and 5cm, but not 5m, 5mg and 5 h^2, which may be formulas.
@@ -77,8 +77,9 @@ _PERCENT = re.compile(
     r"(?<=\d)(?:\s|~|\\[,;: ]){0,4}"
     r"(?:\\?%|per ?cent|\\(?:text|mathrm)\s*\{[\s~]*(?:\\?%|per ?cent)\s*\})\.?\Z"
 )
-# Dollars around the value alone: $5$ cm.
-_DELIMITED = re.compile(r"\$([^$]{1,200})\$(\s?[a-zA-Z][^$]{0,47})")
+# $5$ cm, or $5 cm$.
+_DELIMITED = re.compile(r"\$(?P<value>[^$]{1,200})\$(?P<words>\s?[a-zA-Z][^$]{0,47})?")
+_PLAIN_WORDS = re.compile(r"(?:[a-z]{2,12}\s){0,2}[a-z]{3,15}")
 # Not those of \mathbf, which are vectors and matrices.
 _LETTER = re.compile(r"([^\W\d_\u3040-\ud7a3])(?:\s*\^\s*-?\d)?")
 # Of these, a letter may be an argument or an atom.
@@ -148,7 +149,11 @@ def unmeasured(formula: str) -> str:
     ('3+4\\\\mathrm{i}', '2m', '\\\\frac{m}{M} g')
     """
     if delimited := _DELIMITED.fullmatch(formula):
-        formula = delimited[1] + delimited[2]
+        words = (delimited["words"] or "").strip(" .")
+        if not words:
+            return f"${unmeasured(delimited['value'])}$"
+        is_name = _PLAIN_WORDS.fullmatch(words) and not _NO_MEASURE.search(words)
+        return f"${delimited['value']}$" if is_name or unit_of(words) else formula
     formula = _PERCENT.sub("%", formula)
     formula = _TEXTS.sub(lambda found: "" if _is_measure(found) else found[0], formula)
     words = _WORDS_BEHIND.search(formula, max(0, len(formula) - _LONGEST))
@@ -166,7 +171,7 @@ def unmeasured(formula: str) -> str:
 def _is_measure(found: re.Match[str]) -> bool:
     texts = found["texts"]
     words = re.sub(r"\\(?:[a-zA-Z]+|.)|[{}~]", " ", texts).strip()
-    if "\\Omega" in texts:
+    if "\\Omega" in texts or not words.strip("."):
         return True
     if letter := _LETTER.fullmatch(words):
         before = found.string[max(0, found.start() - _LONGEST) : found.start()]
