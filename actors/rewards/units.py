@@ -171,7 +171,7 @@ def unmeasured(formula: str) -> str:
 def _is_measure(found: re.Match[str]) -> bool:
     texts = found["texts"]
     words = re.sub(r"\\(?:[a-zA-Z]+|.)|[{}~]", " ", texts).strip()
-    if "\\Omega" in texts or not words.strip("."):
+    if "\\Omega" in texts or words == ".":
         return True
     if letter := _LETTER.fullmatch(words):
         before = found.string[max(0, found.start() - _LONGEST) : found.start()]

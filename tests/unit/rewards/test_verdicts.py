@@ -111,7 +111,11 @@ BOXED = [
         ["5 L", "5cm", "5th", r"5\mathrm{~T}", r"5\text{ PM}", "x = 5 years"],
         ["5t", "5mg", "5 h^2"],
     ),
-    ("5", [r"5^\circ\text{C}", r"5\,\mathrm{T}", r"5\mathrm{~\Omega}", "5 AM", "5m"], ["5x", "5K"]),
+    (
+        "5",
+        [r"5^\circ\text{C}", r"5\,\mathrm{T}", r"5\mathrm{~\Omega}", "5 AM", "5m"],
+        ["5K", r"5\mathrm{\pi}"],
+    ),
     ("5m", ["5 m"], ["5"]),
     ("-1.6e-19", [r"-1.6\times10^{-19}\,\mathrm{C}", r"-1.6 \times 10^{-19} m"], ["-1.6e-18 J"]),
     ("12", [r"12\text{个}", r"12\text{ 厘米}"], [r"12\text{万}", r"12\text{个半}"]),
