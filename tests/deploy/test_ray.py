@@ -395,7 +395,7 @@ def test_two_runs_share_a_cluster_and_no_log_has_their_secrets(add, start, clust
             ("--set", "learner.num_ranks=4", "--set", "cluster.start_s=1"),
             "learner needs 2 CPUs of one node, and the largest has 0 CPUs, after 1 s",
         ),
-        (("--ray", "127.0.0.1:1"), "there is no Ray cluster at 127.0.0.1:1: start one"),
+        (("--ray", "127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1 can be used: start one"),
     ],
 )
 def test_what_cannot_start_says_why(start, arguments, sentence):
