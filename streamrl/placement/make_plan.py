@@ -70,6 +70,7 @@ class Commands:
         command = self._command(seat)
         given = ("--resume",) if seat.role == "learner" and self.resume else ()
         on_restart = ("--resume",) if seat.role == "learner" else ()
+        has_gpu = seat.devices and seat.host.is_counted
         return PlannedProcess(
             name=seat.name,
             role=seat.role,
@@ -80,7 +81,7 @@ class Commands:
             environment=self._environment(seat),
             num_ranks=seat.num_ranks,
             is_optional=seat.role == "validator" and not self.config.reads_validations,
-            memory=self.fit.need(seat),
+            memory=self.fit.need(seat) if has_gpu else None,
         )
 
     def _command(self, seat: Seat) -> tuple[str, ...]:

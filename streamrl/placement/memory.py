@@ -454,15 +454,20 @@ class Fit:
     critic: ModelShape | None = None
 
     def need(self, seat: Seat, position: int = 0) -> Need | None:
-        """The need of a seat on its GPU at this position; None if it has no GPU, or nothing is
-        known."""
-        if self.shape is None or not seat.devices or not seat.host.is_counted:
+        """The need of a seat's rank at this position, which is on its GPU at this position if it
+        has GPUs; None if nothing is known."""
+        if self.shape is None or seat.role == "buffer":
             return None
         if seat.role == "learner":
             sends = seat == self._learners[0] and position == 0
             num_ranks = sum(other.num_ranks for other in self._learners)
             return LearnerMemory(self.config, self.shape, num_ranks, sends, self.critic).need()
-        return engine_need(self._generator(seat), self.shape, self.config.max_model_len)
+        return engine_need(self.generator(seat), self.shape, self.config.max_model_len)
+
+    def generator(self, seat: Seat) -> GeneratorSettings:
+        """The settings of the engine of a generator or validator."""
+        is_validator = seat.role == "validator"
+        return (self.config.for_validator() if is_validator else self.config).generator
 
     def overrides(self, seat: Seat) -> Mapping[str, str]:
         """The setting for the fraction of a GPU that a seat's engine takes, if it shares one and no
@@ -474,7 +479,7 @@ class Fit:
         shared = [gpu.open_fraction for gpu in used if len(gpu.uses) > 1]
         if not shared:
             return {}
-        part = min(shared) * (_STATIC if self._generator(seat).engine == "sglang" else 1.0)
+        part = min(shared) * (_STATIC if self.generator(seat).engine == "sglang" else 1.0)
         return {name: f"{max(0.01, math.floor(100 * part) / 100):.2f}"}
 
     def require(self) -> None:
@@ -526,10 +531,6 @@ class Fit:
         likely = least if name or need is None else need.num_bytes
         return _Use(seat, need, least, likely, is_open=bool(name) and given is None)
 
-    def _generator(self, seat: Seat) -> GeneratorSettings:
-        is_validator = seat.role == "validator"
-        return (self.config.for_validator() if is_validator else self.config).generator
-
     def _fraction(self, seat: Seat) -> tuple[str, float | None]:
         """Like `fraction_of`, for the engine of a seat."""
-        return ("", None) if seat.role == "learner" else fraction_of(self._generator(seat))
+        return ("", None) if seat.role == "learner" else fraction_of(self.generator(seat))

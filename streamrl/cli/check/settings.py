@@ -9,7 +9,6 @@ short leases.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from streamrl.checkpoints.find import is_checkpoint, is_taken
@@ -23,14 +22,9 @@ from streamrl.model_folder import local_folder
 from streamrl.placement.hosts import this_machine, torch_has_cuda
 from streamrl.placement.limits import expert_bytes, require_liger
 from streamrl.placement.make_plan import make_plan
-from streamrl.placement.memory import (
-    DoesNotFitError,
-    LearnerMemory,
-    ModelShape,
-    engine_need,
-)
+from streamrl.placement.memory import DoesNotFitError, Fit, LearnerMemory, ModelShape
 from streamrl.placement.plan import Plan, gib
-from streamrl.placement.seats import counted, devices_per_engine
+from streamrl.placement.seats import counted, devices_per_engine, seats
 
 _SAFE_LEASE_S = 3.0
 
@@ -171,25 +165,17 @@ def _needs(plan: Plan) -> Iterator[Finding]:
 def _without_gpu(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Warn if the processes here that have no GPU certainly need more than this machine's memory;
     swap might do."""
-    shape, memory = ModelShape.of(config), read_machine().usable_memory
-    if shape is None or not memory:
+    memory, placed = read_machine().usable_memory, seats(plan.config, plan.hosts)
+    fit = Fit(config, placed, ModelShape.of(config), ModelShape.of_critic(config))
+    if fit.shape is None or not memory:
         return
-    learners = [process for process in plan.processes if process.role == "learner"]
-    num_ranks = sum(process.num_ranks for process in learners)
-    first = LearnerMemory(config, shape, num_ranks, critic=ModelShape.of_critic(config))
-    rank_bytes = replace(first, sends=False).need().certain_bytes
     needs: dict[str, int] = {}
-    for process in plan.processes:
-        of_role = config.for_validator() if process.role == "validator" else config
-        if process.devices or process.host != "here":
+    for seat in placed:
+        if seat.devices or seat.host.name != "here":
             continue
-        if process.role == "learner":
-            sends = process is learners[0]
-            first_bytes = first.need().certain_bytes if sends else rank_bytes
-            needs[process.name] = first_bytes + (process.num_ranks - 1) * rank_bytes
-        elif process.role != "buffer" and of_role.generator.engine == "hf":
-            need = engine_need(of_role.generator, shape, config.max_model_len)
-            needs[process.name] = need.certain_bytes
+        if seat.role == "learner" or fit.generator(seat).engine == "hf":
+            of_ranks = (fit.need(seat, position) for position in range(seat.num_ranks))
+            needs[seat.name] = sum(need.certain_bytes for need in of_ranks if need is not None)
     if sum(needs.values()) > memory:
         largest = max(needs, key=needs.__getitem__)
         fewer = "lower generator.count, or " if config.generator.count != 1 else ""
