@@ -185,7 +185,8 @@ def _score(episode: Episode, strict: bool) -> Score:
     undecided = [gold for gold in golds if compared(gold, given) is None and not is_vast(gold)]
     if not choice(given):
         undecided = [own[1] if (own := choice(gold)) else gold for gold in undecided]
-    if empty := [gold for gold in undecided if not _parse(_marked_gold(gold), _FORMULA)]:
+    formulas = {gold: _marked_gold(gold) for gold in undecided}
+    if empty := [gold for gold, formula in formulas.items() if not _parse(formula, _FORMULA)]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
     expression = _formula(text) if marked is None else f"\\boxed{{{_formula(given)}}}"
     forms = _ANYWHERE if marked is None else _FORMULA
@@ -195,13 +196,13 @@ def _score(episode: Episode, strict: bool) -> Score:
         is_right = number is not None and number in map(whole_number, golds)
         return Score(float(is_right), extracted=shown_answer(text))
     is_right = bool(parsed) and any(
-        _is_equal(_marked_gold(gold), expression, forms, strict) for gold in undecided
+        _is_equal(formula, expression, forms, strict) for formula in formulas.values()
     )
     if not is_right and (chosen := choice(given)):
         said = f"\\boxed{{{_formula(chosen[1])}}}"
         is_right = not is_vast(said) and any(
-            _is_equal(_marked_gold(gold), said, _FORMULA, strict)
-            for gold in undecided
+            _is_equal(formula, said, _FORMULA, strict)
+            for gold, formula in formulas.items()
             if not choice(gold)
         )
     # math-verify's list ends with the text that it has read.
