@@ -70,10 +70,13 @@ def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for update in updates for name in update)
     return {
         **{name: _together(name, updates) for name in names},
-        "learner/num_updates": sum(
-            not update[MASKED] and not update.get(_SKIPPED) for update in updates
-        ),
+        "learner/num_updates": len(_made(updates, _SKIPPED)),
     }
+
+
+def _made(updates: Sequence[Mapping[str, float]], skipped: str) -> list[Mapping[str, float]]:
+    """The updates that were neither masked nor skipped, as the metric `skipped` says."""
+    return [update for update in updates if not update[MASKED] and not update.get(skipped)]
 
 
 def _together(name: str, updates: Sequence[Mapping[str, float]]) -> float:
@@ -84,7 +87,7 @@ def _together(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     skipped = "critic/skipped_update" if is_of_critic else _SKIPPED
     having = [update for update in updates if name in update or row.absent is not None]
     trained = [update for update in having if not update[MASKED]]
-    made = [update for update in trained if not update.get(skipped)]
+    made = _made(having, skipped)
     values = [update.get(name, row.absent or 0.0) for update in made or trained or having]
     match row.merge:
         case Merge.MAX:
