@@ -44,7 +44,7 @@ from streamrl.data_files import as_json_values
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, ErrorPipe, ErrorRecord, error_of, sentence_of
 from streamrl.extras import missing
-from streamrl.run_folder import read_json
+from streamrl.run_folder import read_evaluation
 from streamrl.tracking.jsonl import METRICS_FILE, read_after, read_metrics
 
 _POLL_S = 0.2
@@ -101,7 +101,7 @@ class Run:
     @property
     def evaluation(self) -> dict[str, Any]:
         """The result of the final evaluation (`run.evaluate`); {} before that."""
-        return read_json(self.path / "evaluation.json") if self._has_begun else {}
+        return read_evaluation(self.path) if self._has_begun else {}
 
     def metrics(self) -> list[dict[str, Any]]:
         """A row per step so far, with the names of `metrics.jsonl`, as for `pandas.DataFrame`."""

@@ -42,6 +42,7 @@ RESTARTS_FILE = "restarts.jsonl"
 DATA_FILE = "data.json"
 LAUNCH_FILE = "launch.json"
 MIRROR_FILE = "mirror.json"
+EVALUATION_FILE = "evaluation.json"
 PAGE_FILE = "report.html"
 _TARGETS = ".prometheus"
 # What a run without a step leaves that can be resumed.
@@ -282,6 +283,11 @@ def note_launch(folder: Path, launch: Launch) -> None:
 def read_mirror(folder: Path) -> MirrorStatus | None:
     """The state of the mirror; None if nothing was ever copied."""
     return _record(folder / MIRROR_FILE, MirrorStatus)
+
+
+def read_evaluation(folder: Path) -> dict[str, Any]:
+    """The result of the final evaluation; {} before that."""
+    return read_json(folder / EVALUATION_FILE)
 
 
 def read_launch(folder: Path) -> Launch:

@@ -18,7 +18,7 @@ from actors.evaluation import evaluate, named_model, newest_model
 from streamrl.config import RunConfig
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError
-from streamrl.run_folder import require_run
+from streamrl.run_folder import EVALUATION_FILE, require_run
 
 _COLUMNS = (
     TextColumn("{task.description}"),
@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     print(line)
     is_within = model.resolve().is_relative_to(config.run.path.resolve())
     if config.run.path.is_dir() and (arguments.checkpoint is None or is_within):
-        write_file(config.run.path / "evaluation.json", line + "\n")
+        write_file(config.run.path / EVALUATION_FILE, line + "\n")
     return 0
 
 

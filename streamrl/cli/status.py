@@ -63,7 +63,7 @@ from streamrl.run_folder import (
     find_run,
     is_launched_since,
     read_books,
-    read_json,
+    read_evaluation,
     read_mirror,
     resume_command,
 )
@@ -233,7 +233,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "learning": [] if reading.learner is None else list(reading.learner.signs),
         "training_reward": training_reward(status.lines),
         "held_out": {} if config is None else held_out_curve(config),
-        "evaluation": {} if config is None else read_json(config.run.path / "evaluation.json"),
+        "evaluation": {} if config is None else read_evaluation(config.run.path),
         "remaining_s": status.remaining,
         "last_step_s": reading.idle_s,
         "waited_s": reading.waited_s,

@@ -33,7 +33,7 @@ from streamrl.config.loading.load import configuration
 from streamrl.config.loading.rendering import values_of
 from streamrl.durable_files import write_file
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.run_folder import config_of, read_json, read_learner
+from streamrl.run_folder import config_of, read_evaluation, read_learner
 from streamrl.tracking.jsonl import read_metrics
 from tests.research.figure import drawn
 from tests.research.forked import exit_code_of
@@ -236,7 +236,7 @@ def _in_a_name(value: str) -> str:
 def outcome(value: str, runs: Sequence[Run]) -> Outcome:
     """The runs of one value, summed up; the final reward is the mean of the last tenth of steps."""
     lines = [line for run in runs for line in run.lines]
-    evaluations = [read_json(run.config.run.path / "evaluation.json") for run in runs]
+    evaluations = [read_evaluation(run.config.run.path) for run in runs]
     return Outcome(
         value=value,
         final_rewards=tuple(_final_reward(run.lines) for run in runs),

@@ -17,7 +17,7 @@ from streamrl.run_folder import (
     PAGE_FILE,
     ended_launch,
     read_books,
-    read_json,
+    read_evaluation,
     read_launch,
     read_learner,
     read_restarts,
@@ -266,7 +266,7 @@ def unsaved_rows(folder: Path, step: int) -> list[tuple[str, str]]:
 def held_out_rows(config: RunConfig) -> list[tuple[str, str]]:
     """Rows with the validations of the run and, unless it comes from the validator, the evaluation
     of its final checkpoint."""
-    validated, evaluation = validation_text(config), read_json(config.run.path / "evaluation.json")
+    validated, evaluation = validation_text(config), read_evaluation(config.run.path)
     rows = [("held-out reward", validated)] if validated else []
     is_among = validated and evaluation.get("by") == "validator"
     if (evaluated := _evaluation_text(evaluation)) and not is_among:

@@ -29,7 +29,7 @@ from streamrl.config import RunConfig
 from streamrl.config.loading.explain import RESOLVED_FILE
 from streamrl.durable_files import is_locked, write_file
 from streamrl.errors import PARENT_VARIABLE, ConfigError, StreamRLError
-from streamrl.run_folder import prepare, read_books
+from streamrl.run_folder import EVALUATION_FILE, prepare, read_books
 from streamrl.service import processes_with
 from streamrl.tracking.jsonl import TRAINED_FILE, read_lines, read_validations
 
@@ -224,7 +224,7 @@ def take_validated_score(config: RunConfig) -> bool:
         "response_length_mean": found["validation/response_length_mean"],
         "by": "validator",
     }
-    write_file(config.run.path / "evaluation.json", json.dumps(scored) + "\n")
+    write_file(config.run.path / EVALUATION_FILE, json.dumps(scored) + "\n")
     return True
 
 
