@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from streamrl.errors import ConfigError
 from tests.contract.conftest import Connect
 from tests.records import fill
 from tests.redis_server import RedisServer
-from tests.waiting import block_until
+from tests.waiting import DEADLINE_S, block_until
 
-DEADLINE_S = 120.0
 RUN = "clustered"
 NUM_SLOTS = 16384
 THIRD = NUM_SLOTS // 3 + 1
@@ -43,10 +41,10 @@ class Cluster:
             self.admins[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
         self.holder = key_slot(f"{namespace(RUN)}fence".encode()) // THIRD
         master = self.admins[self.holder].execute_command("CLUSTER", "MYID")
-        until(lambda: master in self._nodes(3) and all(map(_is_ok, self.admins[:3])))
+        block_until(lambda: master in self._nodes(3) and all(map(_is_ok, self.admins[:3])))
         self.admins[3].execute_command("CLUSTER", "REPLICATE", master)
-        until(lambda: self.admins[3].info("replication").get("master_link_status") == "up")
-        until(lambda: all(f"slave {master}" in self._nodes(number) for number in range(3)))
+        block_until(lambda: self.admins[3].info("replication").get("master_link_status") == "up")
+        block_until(lambda: all(f"slave {master}" in self._nodes(number) for number in range(3)))
 
     def _nodes(self, number: int) -> str:
         return str(self.admins[number].execute_command("CLUSTER", "NODES"))
@@ -58,9 +56,6 @@ class Cluster:
 
 def _is_ok(admin: "Redis") -> bool:
     return "cluster_state:ok" in str(admin.execute_command("CLUSTER", "INFO"))
-
-
-until = partial(block_until, deadline_s=DEADLINE_S)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,8 +21,6 @@ from tests.research.soak import Soak, left_behind
 from tests.research.soak_faults import plan
 from tests.research.soak_record import SOAK_FILE, disk_values, rows
 from tests.waiting import block_until
-
-until = partial(block_until, deadline_s=120)
 
 ROLES = ("buffer", "learner", "generator-0", "generator-1")
 PARENT = """
@@ -44,7 +41,7 @@ def parent(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     )
     assert process.stdout is not None
     child = int(process.stdout.readline())
-    until(lambda: getattr(read_family(process.pid, process_table()), "num_zombies", 0) == 1)
+    block_until(lambda: getattr(read_family(process.pid, process_table()), "num_zombies", 0) == 1)
     yield process
     process.kill()
     process.wait()
@@ -80,7 +77,7 @@ def test_sockets_and_descriptors_of_this_process_are_counted():
 
 def test_a_process_that_has_ended_has_no_reading():
     process = subprocess.Popen(["true"])
-    until(lambda: process_table().get(process.pid, (0, "Z"))[1] == "Z")
+    block_until(lambda: process_table().get(process.pid, (0, "Z"))[1] == "Z")
     assert read_family(process.pid, process_table()) is None
     process.wait()
     assert read_family(process.pid, process_table()) is None
