@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("verifiers==0.4.0", "textarena>=0.7.4,<0.8", "nltk>=3.9,<4", "uv")
 WORDS = "able about after again air animal apple army art baby back bad ball band base basin bath"
 
-# The policy reads the board alone, the last line of what the game says.
-TEMPLATE = "{% for m in messages if m.role != 'system' %}{{ m.content[-24:] }}>{% endfor %}"
+# The policy reads the end of every message: of what the game says, that is the board.
+TEMPLATE = "{% for m in messages %}{{ m.content[-24:] }}>{% endfor %}"
 
 GUESSES = '''
 """Guesses of single letters in the form of the game: what the model is warm-started on."""
