@@ -16,6 +16,8 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -41,6 +43,15 @@ class Section(BaseModel):
     @classmethod
     def _may_be_short(cls, value: Any) -> Any:
         return {cls.short_for: value} if cls.short_for and isinstance(value, str) else value
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _keeps_truth_values(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        """pydantic reads true as 1 where a number is expected."""
+        made = validate(value)
+        if _became_number(value, made):
+            raise ValueError(f"was {shown(value)}; it must be a number")
+        return made
 
     def contradictions(self) -> Iterator[str]:
         """Yield a sentence for each contradiction between settings of this section; the first is
@@ -114,6 +125,18 @@ def some_of(
     if refused:
         raise ValidationError.from_exception_data("RunConfig", refused)
     return made
+
+
+def _became_number(given: Any, made: Any) -> bool:
+    """Whether a truth value, or one in a list or mapping, was read as a number."""
+    match given, made:
+        case bool(), int() | float():
+            return not isinstance(made, bool)
+        case ((list() | tuple()), (list() | tuple())):
+            return any(map(_became_number, given, made))
+        case Mapping(), Mapping():
+            return any(_became_number(item, made.get(key)) for key, item in given.items())
+    return False
 
 
 def twice(names: Iterable[str]) -> str | None:
