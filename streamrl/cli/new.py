@@ -1,4 +1,4 @@
-"""`streamrl new`: copies a recipe to a new folder; `keys new`: makes the keys of `buffer.curve`.
+"""`streamrl new`: copies a recipe to a new folder.
 
 Recipes are in the package; in a clone of the repository they are in `configs/recipes`.
 """
@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import streamrl
-from streamrl.curve import make_keys
 from streamrl.errors import ConfigError, did_you_mean
 
 _PACKAGE = Path(streamrl.__file__).parent
@@ -36,10 +35,3 @@ def recipes() -> dict[str, Path]:
     """The folder of each recipe, by name."""
     folders = (path for place in _PLACES if place.is_dir() for path in sorted(place.iterdir()))
     return {path.name: path for path in folders if (path / "README.md").is_file()}
-
-
-def keys(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.folder)
-    make_keys(folder)
-    print(f"{folder}: keys for buffer.curve; machines of generators get all but server.secret")
-    return 0

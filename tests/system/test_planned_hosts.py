@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.new import keys as make_keys
+from streamrl.cli.keys import main as make_keys
 from streamrl.config import load_config, to_yaml
 from streamrl.placement.make_plan import make_plan
 from streamrl.placement.plan import Host, Plan, PlannedProcess

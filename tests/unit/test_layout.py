@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 MAX_FILES = 15
 MIN_FILE_LINES = 60
 SHORT = {
-    "a command": "cli/evaluate cli/new",
+    "a command": "cli/evaluate cli/keys cli/new",
     "a section of the configuration": "config/tracking",
     "an interface, or what messages hold, beside others of its kind": (
         "interfaces/tracking types/parity types/validation"
