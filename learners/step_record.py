@@ -160,7 +160,7 @@ _COMPUTES_NOTHING = (
 )
 
 
-def keep_settings(config: RunConfig, first_step: int) -> None:
+def record_settings(config: RunConfig, first_step: int) -> None:
     """Write the configuration of this step and those after it; OSError if it cannot be written."""
     run, text = config.run.path, to_yaml(config)
     before = _file_of(run, first_step)

@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from streamrl.config.addresses import family_of, host_of, lacks_keys, require_port
+from streamrl.config.addresses import address_family, host_of, lacks_keys, require_port
 from streamrl.durable_files import open_private
 from streamrl.errors import ConfigError
 
@@ -109,7 +109,7 @@ def reconnect_soon(socket: "zmq.Socket[Any]") -> None:
 def choose_family(socket: "zmq.Socket[Any]", url: str) -> None:
     """Set ZeroMQ's IPv6 option if the URL needs it. It is not always set, since with it a name such
     as localhost would mean only its IPv6 address."""
-    if family_of(host_of(url)) == AF_INET6:
+    if address_family(host_of(url)) == AF_INET6:
         socket.setsockopt(zmq.IPV6, 1)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from learners.checkpoints.restore import LearnerStart
 from learners.checkpoints.writer import CheckpointWriter
 from learners.session import LearnerState
-from learners.step_record import Recorder, forget, keep_settings
+from learners.step_record import Recorder, forget, record_settings
 from learners.trainer import Trainer
 from streamrl.checkpoints import abandoned
 from streamrl.checkpoints.find import checkpoints_of
@@ -100,7 +100,7 @@ class RunRecords:
             is_continued = _is_same_folder(start.lines_from, run)
             forget(run, first_step if is_continued else 1)
             if self._recorder is not None:
-                keep_settings(self._config, first_step)
+                record_settings(self._config, first_step)
             self.validated = read_validations(run)
             goes_on = partial(survives, checkpoints_of(run), start.history)
             self._opened = _Files(

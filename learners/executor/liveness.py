@@ -147,7 +147,7 @@ class Liveness:
         if beat == _PARTED:
             return ""
         host, process, _ = beat.rsplit(maxsplit=2) if beat.count(" ") == 2 else ("", "", "")
-        if host and host == this_host() and not _exists(int(process)):
+        if host and host == this_pid_namespace() and not _exists(int(process)):
             return f"rank {rank} of the learner (process {process}) has ended"
         if now_s - since_s > self._deadline_s:
             return f"rank {rank} of the learner has not reported for {now_s - since_s:.0f} s"
@@ -164,7 +164,7 @@ class Liveness:
         os._exit(EXIT_UNREACHABLE)
 
 
-def this_host() -> str:
+def this_pid_namespace() -> str:
     """Equal for processes that see each other's process ids; "" if the system does not say."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -175,7 +175,7 @@ def this_host() -> str:
 
 def _beat_of(count: int) -> str:
     """This process's heartbeat."""
-    return f"{this_host()} {os.getpid()} {count}"
+    return f"{this_pid_namespace()} {os.getpid()} {count}"
 
 
 def _key(rank: int | str) -> str:

@@ -96,7 +96,7 @@ def url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def family_of(host: str) -> socket.AddressFamily:
+def address_family(host: str) -> socket.AddressFamily:
     """The family of the address; for a name IPv6 only if it has no IPv4 address. Waits until the
     name is resolved."""
     with suppress(ValueError):
@@ -110,7 +110,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 def address_towards(host: str) -> str:
     """This machine's address on the route to `host`, at which peers there can reach it."""
-    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+    with socket.socket(address_family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         address: str = probe.getsockname()[0]
         return address
@@ -123,7 +123,7 @@ def bound_socket(host: str, port: int = 0) -> socket.socket:
     Raises:
         OSError: another process listens at the port, or the address is not this machine's.
     """
-    bound = socket.socket(family_of(host))
+    bound = socket.socket(address_family(host))
     try:
         if port:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

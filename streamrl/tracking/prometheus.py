@@ -265,10 +265,10 @@ _PLACES = {"buffer": 0, "learner": 1, "validator": 2}
 _GENERATORS = 10
 
 
-def port_of(settings: PrometheusSettings, daemon_id: str) -> int:
+def endpoint_port(settings: PrometheusSettings, daemon_id: str) -> int:
     """The port that the setting gives this daemon; 0 means any free port.
 
-    >>> port_of(PrometheusSettings(port=9400), "generator-3")
+    >>> endpoint_port(PrometheusSettings(port=9400), "generator-3")
     9413
     """
     numbered = re.fullmatch(r".*-(\d{1,3})", daemon_id)
@@ -290,7 +290,7 @@ def serve(
     """
     from prometheus_client import start_http_server
 
-    host, port = settings.host, port_of(settings, daemon_id)
+    host, port = settings.host, endpoint_port(settings, daemon_id)
     for place in dict.fromkeys((port, 0)):
         try:
             return start_http_server(place, host, registry)[0]

@@ -27,7 +27,7 @@ from streamrl.cli.display.view import headline, render
 from streamrl.cli.main import main
 from streamrl.cli.processes.run_commands import sole_launch
 from streamrl.config import RunConfig, load_config
-from streamrl.config.addresses import family_of, host_of, port_of
+from streamrl.config.addresses import address_family, host_of, port_of
 from streamrl.config.environments import SourceRows
 from streamrl.errors import (
     PARENT_VARIABLE,
@@ -502,7 +502,7 @@ def test_two_launches_never_pick_the_same_ports(tmp_path, monkeypatch, host):
     assert ports[0].isdisjoint(ports[1])
     for url in (url for run in runs for url in (run.buffer.url, run.weights.address)):
         for _start in range(2):
-            with socket.socket(family_of(host_of(url))) as daemon:
+            with socket.socket(address_family(host_of(url))) as daemon:
                 daemon.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 daemon.bind((host_of(url), port_of(url)))
                 daemon.listen()

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from streamrl.config import load_config
-from streamrl.config.addresses import address_towards, family_of, url_host
+from streamrl.config.addresses import address_family, address_towards, url_host
 from streamrl.curve import CurveServer, choose_family, make_keys, set_client_keys
 from streamrl.placement import hosts
 from streamrl.run_folder import prepare
@@ -80,10 +80,10 @@ def test_a_name_without_an_ipv4_address_is_ipv6(monkeypatch):
         return [(family, socket.SOCK_STREAM, 0, "", ()) for family in names[host]]
 
     monkeypatch.setattr("streamrl.config.addresses.socket.getaddrinfo", resolve)
-    assert family_of("six") == socket.AF_INET6
-    assert family_of("both") == family_of("unknown") == socket.AF_INET
-    assert family_of("127.0.0.1") == family_of("localhost") == socket.AF_INET
-    assert family_of(HOST) == socket.AF_INET6
+    assert address_family("six") == socket.AF_INET6
+    assert address_family("both") == address_family("unknown") == socket.AF_INET
+    assert address_family("127.0.0.1") == address_family("localhost") == socket.AF_INET
+    assert address_family(HOST) == socket.AF_INET6
     assert asked == ["six", "both", "unknown"]
     with zmq.Context.instance().socket(zmq.REQ) as client:
         choose_family(client, "zmq://six:1")

@@ -41,7 +41,7 @@ from torch._C._distributed_c10d import (
 )
 
 from streamrl import wire
-from streamrl.config.addresses import address_towards, family_of, port_of, url_host
+from streamrl.config.addresses import address_family, address_towards, port_of, url_host
 from streamrl.curve import choose_family, serve_with_new_key, use_key
 from streamrl.errors import WeightTransferError, WireError
 from streamrl.shutdown import in_thread
@@ -177,7 +177,7 @@ class OpenStore:
         self.host = host
         # torch itself would listen on every interface of the machine.
         listening = socket.create_server(
-            (host, 0), family=family_of(host), backlog=socket.SOMAXCONN
+            (host, 0), family=address_family(host), backlog=socket.SOMAXCONN
         )
         self.port: int = listening.getsockname()[1]
         self._store = TCPStore(

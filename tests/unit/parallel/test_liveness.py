@@ -52,7 +52,7 @@ def test_a_process_that_ended_is_named_and_ends_this_one(exits):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     store = dist.HashStore()
-    store.set(liveness._key(1), f"{liveness.this_host()} {ended.pid} 7")
+    store.set(liveness._key(1), f"{liveness.this_pid_namespace()} {ended.pid} 7")
     watched = watching(store, 0)
     sentence = rf"^rank 1 of the learner \(process {ended.pid}\) has ended$"
     with pytest.raises(TransportError, match=sentence):

@@ -21,13 +21,13 @@ from streamrl.metrics import staleness_metrics
 from streamrl.tracking.prometheus import (
     ROWS,
     Exported,
+    endpoint_port,
     exporting,
     family_of,
     of_buffer,
     of_generator,
     of_learner,
     of_validator,
-    port_of,
 )
 from streamrl.types import (
     Books,
@@ -264,7 +264,7 @@ def test_the_file_of_a_daemon_that_failed_stays(tmp_path):
     ],
 )
 def test_a_port_for_each_daemon(port, daemon_id, given):
-    assert port_of(PrometheusSettings(port=port), daemon_id) == given
+    assert endpoint_port(PrometheusSettings(port=port), daemon_id) == given
 
 
 def test_a_port_that_is_taken_costs_no_run(tmp_path, caplog):
