@@ -19,7 +19,7 @@ from streamrl.cli.main import main
 from streamrl.cli.processes.run_commands import launching
 from streamrl.cli.report import reported
 from streamrl.config import RunConfig, load_config, to_yaml
-from streamrl.errors import ConfigError, Interrupted, RolloutError
+from streamrl.errors import ConfigError, Interrupted, RolloutError, TransportError
 from streamrl.run_folder import Launch, note_launch, prepare
 from streamrl.types import Books, BufferStats, LearnerActivity
 from tests.checkpoints import write_checkpoint
@@ -94,6 +94,27 @@ def test_a_finished_run_is_known_from_its_folder_alone(tmp_path, capsys, other_s
     assert call(command, config.run.path / "config.yaml") == 1
     with pytest.raises(BlockingIOError):
         other_server.accept()
+
+
+@pytest.mark.parametrize("command", LOOK[:3])
+def test_a_run_that_ends_while_its_buffer_is_asked_is_said_to_have_ended(
+    tmp_path, capsys, monkeypatch, command
+):
+    config = at_port(make_run(tmp_path, time_s=AHEAD_S), 1)
+
+    class EndingBuffer:
+        async def stats(self) -> None:
+            make_run(tmp_path, **JUST_ENDED)
+            raise TransportError("the buffer has not answered")
+
+        drain = stats
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(module, "connect", lambda _: EndingBuffer())
+    assert call(command, config.run.path) == 1
+    assert "is running: finished with step 6 of 6" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

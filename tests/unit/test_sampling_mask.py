@@ -115,7 +115,7 @@ def test_at_staleness_0_the_ratio_of_every_token_is_1(
     assert log_ratios(group, temperature).abs().max() < 1e-4
 
 
-def test_without_the_mask_it_is_not():
+def test_without_the_mask_ratios_are_biased():
     sampling = sampling_of(0.7, top_p=0.9, top_k=5, keep_sampling_mask=True)
     group = group_of(sampling)
     assert log_ratios(group, 0.7).abs().max() < 1e-4

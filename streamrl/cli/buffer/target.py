@@ -59,20 +59,30 @@ async def open_running(target: str) -> AsyncIterator[TrajectoryBuffer]:
     """
     found = find_target(target)
     if isinstance(found, RunConfig):
-        reading = read_folder(found)
-        state = state_of(reading)
-        is_over = state is RunState.FINISHED or (
-            state is not RunState.RUNNING and not await _is_listening(found.buffer.url)
-        )
-        if is_over:
-            how = outcome(reading) or "no learner has reported, and nothing listens at buffer.url"
-            raise StreamRLError(f"no buffer of {found.run.path} is running: {how}")
+        await _require_running(found)
         deadline_s = min(_DEADLINE_S, found.buffer.deadline_s)
         found = found.with_values(buffer={"deadline_s": deadline_s})
     elif not await _is_listening(found):
         raise TransportError(_absence(found))
     async with _client(found) as client:
-        yield client
+        try:
+            yield client
+        except TransportError:
+            # The run may have ended while the command waited.
+            if isinstance(found, RunConfig):
+                await _require_running(found)
+            raise
+
+
+async def _require_running(config: RunConfig) -> None:
+    reading = read_folder(config)
+    state = state_of(reading)
+    is_over = state is RunState.FINISHED or (
+        state is not RunState.RUNNING and not await _is_listening(config.buffer.url)
+    )
+    if is_over:
+        how = outcome(reading) or "no learner has reported, and nothing listens at buffer.url"
+        raise StreamRLError(f"no buffer of {config.run.path} is running: {how}")
 
 
 async def read_stats(found: RunConfig | str) -> tuple[BufferStats | None, str]:

@@ -42,7 +42,7 @@ def test_maxrl_of_a_group_whose_mean_is_not_positive_is_0() -> None:
     close(ADVANTAGES["maxrl"](batch, AdvantageConfig()), 0, 0, 0, 0, 0)
 
 
-def test_maxrl_beside_negative_rewards_stays_where_it_is_without() -> None:
+def test_maxrl_beside_negative_rewards_is_no_larger_than_without_them() -> None:
     """A mean of 1/1000 would make 999 of the first; without negative ones it is at most n - 1."""
     batch = outcomes(1, -0.5, -0.496, 0, groups=[0] * 4)
     close(ADVANTAGES["maxrl"](batch, AdvantageConfig()), 3, -1, -1, -1)

@@ -35,7 +35,7 @@ def test_a_template_that_leaves_the_opening_of_an_answer_to_the_policy_is_warned
         "{% for m in messages %}{{ raise_exception('no roles') }}{% endfor %}",
     ],
 )
-def test_one_that_opens_it_or_needs_no_opening_is_not(tmp_path, text):
+def test_a_template_that_opens_the_answer_or_needs_no_opening_is_not_warned_of(tmp_path, text):
     (tmp_path / "chat.jinja").write_text(text)
     assert warnings(tmp_path / "chat.jinja") == []
 

@@ -86,7 +86,7 @@ def test_a_setting_that_moves_prompts_is_named(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_setting_that_moves_none_is_not(name):
+def test_a_setting_that_moves_no_prompts_is_not_named(name):
     now = make(**OTHERS[name])
     assert prompts(make()) == prompts(now)
     assert difference(make(), now) == ""
