@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 
 from actors.dynamic_sampling import UniformFilter
-from actors.engines.targets import WeightTarget, receiver_of, weight_targets
+from actors.engines.weight_targets import WeightTarget, receiver_of, weight_targets
 from actors.episode_record import Rollout
 from actors.episodes.group import GroupProgress, GroupRunner, TruncatedGroupError
 from actors.failures import FailureLimit, FailureRecord

@@ -27,7 +27,7 @@ from msgspec import structs
 from actors.concurrency import first_result
 from actors.daemon import prepare
 from actors.engines import make_engine
-from actors.engines.targets import weight_locality
+from actors.engines.weight_targets import weight_locality
 from actors.episodes.mixed_runner import MixedRunner, make_runner
 from actors.prompts import HeldOutStream, open_held_out_stream
 from actors.rendering.renderer import ChatRenderer

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from actors.engines import make_engine  # noqa: E402
-from actors.engines.targets import weight_locality  # noqa: E402
+from actors.engines.weight_targets import weight_locality  # noqa: E402
 from streamrl.config.weights import WeightSettings  # noqa: E402
 from streamrl.types import SamplingParams, WeightUpdate  # noqa: E402
 from streamrl.weights.layout import Layout, manifest_of  # noqa: E402

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from actors import version_gate
-from actors.engines.targets import WeightTarget
+from actors.engines.weight_targets import WeightTarget
 from actors.environments import SingleTurn
 from actors.episodes.group import GroupProgress, GroupRunner
 from actors.failures import FailureRecord

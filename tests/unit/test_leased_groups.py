@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from actors.engines.targets import WeightTarget
+from actors.engines.weight_targets import WeightTarget
 from actors.leased_group import num_free_groups
 from actors.version_gate import VersionGate
 from buffers.memory import MemoryBuffer

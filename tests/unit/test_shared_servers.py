@@ -18,7 +18,7 @@ from actors.engines.served.http import BusyError, ConnectionLostError, Http
 from actors.engines.served.open import attach, labels_of_run, server_id
 from actors.engines.served.replicas import Replica, ReplicatedEngine
 from actors.engines.served.server import Labels
-from actors.engines.targets import weight_targets
+from actors.engines.weight_targets import weight_targets
 from streamrl.config.generator import VllmSettings
 from streamrl.errors import (
     ConfigError,

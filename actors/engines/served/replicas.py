@@ -2,7 +2,7 @@
 
     a request        goes to the server with the fewest requests; the turns of an episode stay on
                      one server, whose cache has their prefix
-    an update        is received by each server separately (`actors.engines.targets`)
+    an update        is received by each server separately (`actors.engines.weight_targets`)
     a lost server    loses only its requests, which are sampled again on another one
     a returned one   gets the newest weights before its first request
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from actors.engines.targets import weight_locality
+from actors.engines.weight_targets import weight_locality
 from streamrl.config.generator import GeneratorSettings
 from streamrl.config.weights import WeightSettings
 from streamrl.errors import ConfigError
