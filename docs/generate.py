@@ -12,16 +12,14 @@ from typing import Any
 
 import yaml
 
-from docs import coverage, reference
+from docs import reference
 from streamrl.config import RunConfig
-from streamrl.config.loading.foreign_names import SYSTEMS
 from streamrl.extras import EXTRAS
 from streamrl.metrics import CATALOGUE, CLOSED, OPEN, OWN, Merge, Metric
 from streamrl.tracking.groups import groups_of
 
 FOLDER = Path(__file__).parent
 _PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
-_SETTING = re.compile(r"\b[a-z]+(?:\.(?!md\b)\w+)+\b")
 FORMATS: Mapping[str, Any] = {
     path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
     for path in sorted((FOLDER.parent / "tests" / "data" / "formats").glob("*.yaml"))
@@ -37,7 +35,6 @@ def pages() -> dict[str, str]:
         "configuration.md": _configuration(),
         "data.md": _with_formats((FOLDER / "data.md").read_text(encoding="utf-8")),
         "metrics.md": _metrics(),
-        "migration.md": _migration(),
     }
 
 
@@ -150,47 +147,9 @@ def _shown(row: Metric) -> str:
     return row.name.format(**{name: name.upper() for name in (*CLOSED, *OPEN)})
 
 
-def _migration() -> str:
-    introduction = """# Names from verl, ROLL, TRL and prime-rl
-
-This page lists what other systems have and StreamRL has only in part or not at all. `streamrl check
-FILE` knows all other names and the values of their settings: it refuses them and names ours.
-Metrics share [verl's names](importance-sampling.md#metrics).
-
-    streamrl import FILE --from verl --output run.yaml
-
-writes a configuration from a YAML file of verl, ROLL or TRL (`--from verl`, `roll`, `trl`), with
-the files that its `defaults` name, or from a shell script (.sh) that starts a trainer. For a Python
-script, write the arguments of `GRPOConfig` as YAML. Each setting is followed by the name that it
-had; what the file leaves out is set if that system's default differs from ours. Comments at the end
-list, with reasons, what has no setting and what `streamrl check` would refuse. Environment
-variables and keys of services are not copied.
-
-Where StreamRL has the same reward, it is used. Any other is a function in a file: copy it, [in
-verl's or TRL's form](extending/reward.md), and name it `PATH.py:NAME`. TRL's `dataset_name` becomes
-`datasets:NAME` unless it is a file or a folder here.
-
-Batches are counted in groups of siblings here, as verl's `data.train_batch_size` counts prompts; a
-comment shows how TRL's batch sizes become groups. A file of TRL does not say how many processes
-`accelerate launch` starts: add `num_processes: 8` to it, or import the shell script.
-
-"""
-    found = [
-        entry._replace(here=_here(entry.here), note=_linked(entry.note))
-        for entry in coverage.entries()
-    ]
-    parts = (part for system in SYSTEMS for part in coverage.parts(system, found))
-    return _NOTICE + introduction + coverage.counts(found) + "\n" + "\n".join(parts)
-
-
 def _linked(text: str) -> str:
     """Return the text with pages as links."""
     return _PAGE.sub(r"[\1](\1.md)", text)
-
-
-def _here(text: str) -> str:
-    """Return the text with pages as links and settings as code."""
-    return _SETTING.sub(lambda found: f"`{found[0]}`", _linked(text))
 
 
 if __name__ == "__main__":

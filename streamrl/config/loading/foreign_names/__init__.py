@@ -4,9 +4,10 @@ One file has the names of one release, such as verl-0.9.1.csv; one without a rel
 its newest does not list: of earlier releases, and of what is given beside its files.
 `python -m docs.foreign_names` makes the file of a new release. The columns:
 
-    section, name    the heading of docs/migration.md, and the name; `*.` before it stands for any
-                     sections or none, `.*` behind it for all keys below
-    status, note     as docs/coverage.py has them
+    section, name    what it belongs to, and the name; `*.` before it stands for any sections or
+                     none, `.*` behind it for all keys below
+    status, note     have: a setting, or a choice of one; fixed: always so; partly: a setting that
+                     does less, as the note says; missing; or not applicable
     here             our setting; in parentheses what holds instead of one
     default          of that release
     values           as values.py has them
