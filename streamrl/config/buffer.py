@@ -62,11 +62,11 @@ class BufferSettings(Section):
     password_file: Path | None = None
     """File with the Redis password; STREAMRL_REDIS_PASSWORD takes precedence."""
     max_staleness: MaxStaleness = 2
-    """Most versions that a group may be behind when it is trained; 0: the synchronous algorithm. A
-    record {min, max, ess} lets the learner steer the bound."""
+    """Most versions that a group may be behind when it is trained; 0: synchronous. With {min, max,
+    ess} the learner steers the bound."""
     overdue: Literal["wait", "train", "drop"] = "wait"
-    """What happens to groups that are not finished when they are due: the learner waits for them,
-    trains them late (beyond `max_staleness`), or drops them."""
+    """What the learner does with groups that are unfinished when due: wait for them, train them
+    late (beyond `max_staleness`), or drop them."""
     lease_ttl_s: Annotated[float, Field(ge=1)] = 30.0
     """Seconds without a heartbeat after which a generator loses its leases."""
     max_group_bytes: Positive = 64 * 2**20
@@ -76,7 +76,7 @@ class BufferSettings(Section):
     journal: bool = True
     """Whether zmq:// keeps its state in buffer/ of the run folder."""
     durability: Literal["process", "machine"] = "process"
-    """What the journal survives: a killed buffer, or also a power failure (waits for the disk)."""
+    """What the journal survives: a killed buffer, or also a power failure (slower)."""
     record: bool = False
     """Keep the trained groups in record/ of the run folder, for `streamrl replay`."""
     record_max_bytes: Positive = 10 * 2**30

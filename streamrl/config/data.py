@@ -49,8 +49,8 @@ class RewardSettings(Section):
     retries: NotNegative | None = None
     """Retries of a failed call. Null: 3 for a reward behind a URL, otherwise 0."""
     isolation: Literal["thread", "process"] | None = None
-    """Where a function that is not async runs; a process can be killed when it hangs. Null: process
-    for `math`, otherwise thread."""
+    """Where a function that is not async runs; a hanging process can be killed. Null: process for
+    `math`, otherwise thread."""
 
     @property
     def label(self) -> str:
@@ -134,33 +134,31 @@ class DataSettings(Section):
     num_eval_prompts: Positive = 256
     """Number of held-out prompts per source in an evaluation."""
     prompt_key: str = "prompt"
-    """Column with the prompt, text or chat messages; a dot reaches into a record or, with a number,
-    into a list."""
+    """Column with the prompt, text or chat messages; a dot reaches into a record or list."""
     prompt_template: PromptTemplate | None = None
     """Jinja template that makes the prompt from the row's columns: text or messages."""
     answer_key: str | None = "answer"
     """Column with the reference answer, such as reward_model.ground_truth; null: none."""
     image_key: str | None = None
-    """Column with the row's image or list of images (docs/vision.md); each <image> in the prompt
-    stands for one."""
-    video_key: str | None = None
-    """Column with the row's videos, each a list of images; each <video> in the prompt stands for
+    """Column with the row's image or images (docs/vision.md); each <image> in the prompt stands for
     one."""
+    video_key: str | None = None
+    """Column with the row's videos, each a list of images, for each <video> in the prompt."""
     chat_template: Literal["native", "none"] | Path = "native"
-    """Chat template; native: the tokenizer's; none: the prompt as it is; or a Jinja file."""
+    """The tokenizer's (native), none, or a Jinja file."""
     tool_parser: str = "auto"
     """Format of tool calls in completions: a name (docs/tools.md), or a response template in
     PATH.json; auto: the one that matches the chat template."""
     tool_schemas: Literal["template", "system_message", "omit"] = "template"
-    """Where the policy is told about its tools: by the chat template, in the system message as
-    JSON, or nowhere."""
+    """Where the policy reads of its tools: in the chat template's form, as JSON in the system
+    message, or nowhere."""
     system_prompt: str | None = None
     """System message before prompts that are plain text."""
     max_prompt_length: Positive = 1024
     """Longest prompt, in tokens."""
     truncation: Literal["error", "left", "right", "drop", "filter"] = "error"
-    """What to do with longer prompts: refuse them, cut the left or right side, drop them when their
-    turn comes, or filter them at the start."""
+    """What to do with longer prompts: refuse, cut the left or right side, drop when their turn
+    comes, or filter at the start."""
     filter_workers: Positive = 1
     """Number of processes that filter."""
     shuffle: bool = True

@@ -38,15 +38,13 @@ class ServerSettings(Section):
     """Arguments that also describe a server elsewhere."""
 
     url: str | tuple[str, ...] | None = None
-    """http://host:port of a running server, or a list of several; null: the generator starts its
-    own."""
+    """http://host:port of a running server, or several; null: the generator starts its own."""
     api_key_env: str | None = None
     """Environment variable that holds the API key of `url`."""
     start_timeout_s: Seconds = 600.0
     """Longest time that a server may take to start, in seconds."""
     retry_timeout_s: Seconds = 30.0
-    """Seconds without a connection after which the generator ends; a busy server only fails the
-    request."""
+    """Seconds without a connection after which the generator ends."""
 
     @field_validator("url")
     @classmethod
@@ -107,8 +105,7 @@ class SglangSettings(ServerSettings):
     told: ClassVar[frozenset[str]] = frozenset({"tp_size", "enable_deterministic_inference"})
 
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of GPU memory for weights and KV cache; null: on a shared GPU as planned by the
-    launch."""
+    """Fraction of GPU memory for weights and KV cache; null: as planned on a shared GPU."""
     tp_size: Positive = 1
     """GPUs per server."""
     attention_backend: str | None = None
@@ -147,8 +144,7 @@ class VllmSettings(ServerSettings):
     told: ClassVar[frozenset[str]] = frozenset({"tensor_parallel_size"})
 
     gpu_memory_utilization: Share | None = None
-    """Fraction of GPU memory for weights and KV cache; null: on a shared GPU as planned by the
-    launch."""
+    """Fraction of GPU memory for weights and KV cache; null: as planned on a shared GPU."""
     tensor_parallel_size: Positive = 1
     """GPUs per engine."""
     max_num_batched_tokens: Positive | None = None
@@ -162,7 +158,7 @@ class VllmSettings(ServerSettings):
     load_format: str = "auto"
     """How weights are loaded at start; dummy: random weights."""
     kv_cache_memory_bytes: Positive | None = None
-    """Size of the KV cache in bytes; null: by gpu_memory_utilization, or 512 MiB on CPUs."""
+    """Size of the KV cache; null: by gpu_memory_utilization, or 512 MiB on CPUs."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     """At a weight update, running requests continue (keep), finish first, or start again."""
     recompute_kv: bool = False
@@ -191,18 +187,17 @@ class AgentSettings(Section):
     """Agents of environment `agent`, which call the policy through an HTTP API."""
 
     function: Annotated[str, AfterValidator(check_user_code)] | None = None
-    """PATH.py:FUNCTION(task, base_url, api_key), called in the generator once per episode; returns
-    the reward or None."""
+    """PATH.py:FUNCTION(task, base_url, api_key), called once per episode; returns the reward or
+    None."""
     command: Annotated[tuple[str, ...] | None, BeforeValidator(_split)] = None
     """Command line started once per episode, with columns of the row in braces. Without it and
-    without `function`, agents request tasks by themselves."""
+    `function`, agents request tasks."""
     max_agents: Positive = 64
     """Functions or commands that run at a time."""
     host: Annotated[str, _is_address] = "127.0.0.1"
     """Address the API listens on; other than loopback, it needs a token."""
     port: Annotated[int, Field(ge=0, le=LARGEST_PORT)] = 0
-    """Port of the first generator of a machine; others take the following ones. 0: any free
-    port."""
+    """Port of the first generator of a machine; others take the following ones. 0: free ports."""
     token_env: str | None = None
     """Environment variable that holds the token of the agents."""
     silence_s: Seconds = 600.0
@@ -251,7 +246,7 @@ class OversampleSettings(Section):
     num_siblings: NotNegative = 0
     """Number of extra siblings."""
     keep: Literal["each_reward", "first_finished"] = "each_reward"
-    """`each_reward` waits for all and keeps as many different rewards as possible; `first_finished`
+    """each_reward waits for all and keeps as many different rewards as possible; first_finished
     cancels the late ones."""
 
 
@@ -310,8 +305,8 @@ class GeneratorSettings(Section):
     """What a generator samples, and with which engine."""
 
     count: int | str = 1
-    """Number of generators that a launch starts; more may join at any time. For Ray also a range,
-    such as 2..8: the fewest that the run needs, and the most."""
+    """Number of generators that a launch starts; for Ray also a range from the fewest to the most,
+    such as 2..8."""
     engine: str = "hf"
     """Inference engine: hf, sglang or vllm."""
     environment: str = "single_turn"
@@ -357,8 +352,7 @@ class GeneratorSettings(Section):
     num_threads: NotNegative = 0
     """CPU threads; 0 is torch's choice."""
     group_deadline_s: Seconds = 3600.0
-    """Longest episode in seconds; it then ends as truncated. The reward of a group has the same
-    time again."""
+    """Longest episode in seconds, then truncated; the reward of a group has the same time again."""
     episode: EpisodeSettings = EpisodeSettings()
     drain_s: Seconds = 5.0
     """Seconds for unfinished groups after SIGTERM."""

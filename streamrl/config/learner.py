@@ -34,15 +34,14 @@ class CheckpointSettings(Section):
     """When the learner saves checkpoints, and how many it keeps."""
 
     every: Annotated[int, _is_made_at_the_end, Field(gt=0)] = 50
-    """Steps between checkpoints; the last step always makes one, and above `run.max_steps` no
-    other does."""
+    """Steps between checkpoints; the last step always makes one."""
     keep: Positive = 2
     """Number of newest complete checkpoints to keep; those in abandoned/ do not count."""
     keep_best: NotNegative = 0
     """Number of complete checkpoints to keep in addition: those with the best `best_by`."""
     best_by: str = "reward/mean"
-    """Metric that ranks checkpoints: its mean over the steps since the previous checkpoint, or a
-    metric of validations, such as validation/mean@1."""
+    """Metric that ranks checkpoints: its mean since the previous checkpoint, or one of validations,
+    such as validation/mean@1."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Whether larger or smaller values of `best_by` are better."""
     contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] = (
@@ -51,10 +50,10 @@ class CheckpointSettings(Section):
         "extra",
         "hf_model",
     )
-    """What is saved: parameters; AdamW's state; random generators, KL controller and moments of
-    rewards; a Hugging Face folder, for `streamrl evaluate`."""
+    """What is saved: parameters; AdamW's state; random generators and controllers; a Hugging Face
+    folder, for `streamrl evaluate`."""
     load_contents: tuple[Literal["model", "optimizer", "extra"], ...] | None = None
-    """What is loaded from the checkpoint that the run resumes from; null: all of it."""
+    """What is loaded when the run resumes; null: all."""
 
     @property
     def is_best_validated(self) -> bool:
@@ -88,8 +87,7 @@ class LoraSettings(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapter's inputs, in passes with gradient."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What generators get: all parameters with the adapter merged in, or the adapter alone (fewer
-    bytes to send, one more copy in memory)."""
+    """What generators get: all parameters with the adapter merged in, or the adapter alone."""
 
 
 class ForwardPassSettings(Section):
@@ -289,17 +287,17 @@ class LearnerSettings(Section):
     peak_tflops: PositiveNumber | None = None
     """Peak throughput of the device in `dtype`, in 10^12 operations/s, for `learner/mfu`."""
     sum_each_micro_batch: bool = True
-    """Sum gradients over ranks after every micro-batch; false: once per update, with less traffic
-    and more memory."""
+    """Sum gradients over ranks after every micro-batch; false: once per update, with more
+    memory."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile layers with torch.compile: faster passes after a slow first one. auto: on a GPU with
-    a compiler, for runs of at least 300 steps."""
+    """Compile layers with torch.compile. auto: on a GPU with a compiler, for runs of at least 300
+    steps."""
     liger_layers: bool | Literal["auto"] = "auto"
-    """Use liger-kernel for norms, rotary positions and MLPs in layers that are not compiled. auto:
-    on a GPU if it is installed and computes the same."""
+    """Use liger-kernel in layers that are not compiled. auto: on a GPU if it is installed and
+    computes the same."""
     flash_attention: FlashAttentionVersion = "auto"
     """FlashAttention version on a GPU. auto: 3 or 4 if it is installed and works there, otherwise
-    2 from flash-attn or torch."""
+    2."""
     gradient_checkpointing: bool | Positive = False
     """Recompute activations in the backward pass, for less memory; n: those of every n-th layer."""
     check_packing: bool = True

@@ -35,8 +35,8 @@ class RecipeSettings(Section):
     """A small model with a character tokenizer that the launch makes and warm-starts."""
 
     architecture: Annotated[str, AfterValidator(_architecture)] = LLAMA
-    """llama, or PATH.py:NAME: a function that is given a folder, these settings and the longest
-    sequence, and writes the model to the folder."""
+    """llama, or PATH.py:NAME: a function (folder, settings, longest sequence) that writes the
+    model."""
 
     hidden_size: Positive = 128
     """Width of the residual stream."""

@@ -40,8 +40,7 @@ class SignSettings(Section):
     max_reward_fall: Share = 0.5
     """Fraction of the best mean reward that may be lost."""
     max_held_out_fall: Share = 0.2
-    """Fraction of the best held-out reward that two validations may lose; more is allowed with few
-    prompts."""
+    """Fraction of the best held-out reward that two validations may lose."""
     max_passes: PositiveNumber = 16.0
     """Passes over the prompts during which the held-out reward may fail to rise."""
     min_entropy_frac: Probability = 0.05
@@ -62,18 +61,18 @@ class RunSettings(Section):
     folder: Annotated[Path, _is_filled_in] = Path("runs")
     """Folder in which run folders are made."""
     folder_mirror: StoreUrl | None = None
-    """Where a launch copies the run folder, so that the run can resume elsewhere:
-    s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER."""
+    """Where a launch copies the run folder, so that the run can resume elsewhere; as
+    in `weights.store`."""
     max_steps: Annotated[Positive, at_most(MAX_VERSION)] = 100
     """Steps until the run ends."""
     total_epochs: PositiveNumber | None = None
-    """Passes over the rows of `data.source` until the run ends, if `max_steps` is not reached
-    before."""
+    """Passes over the rows of `data.source` until the run ends, or `max_steps` if that is
+    sooner."""
     seed: NotNegative = 0
     """Seed of prompts, sampling and initialization."""
     resume: Literal["never", "auto"] | Path = "never"
-    """Checkpoint to resume from; auto: the newest complete one, if there is one; never; or the path
-    of one, of this or another run."""
+    """Checkpoint to resume from: the newest complete one (auto), none (never), or the path of
+    one."""
     evaluate: bool = True
     """Whether a launch scores the final checkpoint on held-out prompts (never with agents)."""
     stall_s: Seconds = 300.0
@@ -84,8 +83,8 @@ class RunSettings(Section):
     restart_window_s: Seconds = 600.0
     """Seconds after which a restart no longer counts, if the run has made a step since."""
     stop_s: Annotated[float, Field(ge=10)] = 20.0
-    """Seconds from SIGTERM or Ctrl-C until every process must have ended; at least 15 s more than
-    `generator.drain_s`. Raise it if a step and a save take longer."""
+    """Seconds from SIGTERM or Ctrl-C until every process must have ended; at least 15 more than
+    `generator.drain_s`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Log level of the daemons."""
     log_format: Literal["text", "json"] = "text"

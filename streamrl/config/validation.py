@@ -40,8 +40,8 @@ class ValidationSettings(Section):
     """A process that scores policy versions on held-out prompts during the run."""
 
     every: NotNegative | Literal["auto"] | None = None
-    """Versions between validations; 0: none; auto: as many as take at most 5 % of the time. Null:
-    auto if `data.eval_source` is given and `generator.engine` is hf, otherwise 0."""
+    """Versions between validations; 0: none; auto: 5 % of the time. Null: auto with
+    `data.eval_source` and engine hf, otherwise 0."""
     at_start: bool = True
     """Validate the first version."""
     at_end: bool = True

@@ -19,9 +19,8 @@ class WeightSettings(Section):
     """broadcast: by `backend`. files: through the run folder, on a shared file system. store:
     through `weights.store` alone."""
     store: StoreUrl | None = None
-    """Object store to which the learner also writes versions, for generators with `transport:
-    store`: s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER; each run needs
-    its own folder."""
+    """Object store for generators with `transport: store`, a folder for each run:
+    s3://BUCKET/FOLDER, gs://, hf://buckets/USER/BUCKET or file:///FOLDER."""
     backend: Literal["auto", "shared", "gloo", "nccl"] = "auto"
     """auto: shared memory on the learner's machine; to others nccl if each has its own GPU,
     otherwise gloo."""
@@ -30,8 +29,8 @@ class WeightSettings(Section):
     publish_every: Positive = 1
     """Steps between published versions."""
     dtype: Dtype | Literal["float8_e4m3fn"] | None = None
-    """Dtype that weights are cast to when sent; null: the learner's. float8_e4m3fn casts matrices
-    only, and changes a weight by up to 1/16."""
+    """Dtype of weights when sent; null: the learner's. float8_e4m3fn is for matrices, and changes a
+    weight by up to 1/16."""
     bucket_bytes: Positive = 256 * 2**20
     """Bytes of one broadcast; two are in progress at a time."""
     delta: bool = False
@@ -42,7 +41,7 @@ class WeightSettings(Section):
     """Compare checksums of every tensor on all routes; files, and gloo between machines, always
     do."""
     deadline_s: Seconds = 30.0
-    """Longest hop of an update in seconds; generators that exceed it are left out of the update."""
+    """Longest hop of an update in seconds; slower generators are left out of it."""
 
     @field_validator("address")
     @classmethod

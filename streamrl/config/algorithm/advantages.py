@@ -15,8 +15,8 @@ class AdvantageSettings(Section):
     """Settings of the estimator; its own are listed below."""
 
     whiten: bool | None = None
-    """Standardize over the batch. Null: if the estimator is defined that way (gae, gdpo,
-    reinforce_plus_plus, reinforce_plus_plus_baseline)."""
+    """Standardize over the batch. Null: for gae, gdpo, reinforce_plus_plus and
+    reinforce_plus_plus_baseline."""
     clip: PositiveNumber | None = None
     """Bound on the magnitude after whitening."""
 

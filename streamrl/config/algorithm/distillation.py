@@ -53,8 +53,7 @@ class TeacherSettings(Section):
 
 
 class DistillationSettings(Section):
-    """On-policy distillation: the advantage of a sampled token is log pi_T - log pi, alone or added
-    to the reward's; with `top_k` the KL is a term of the loss."""
+    """On-policy distillation (docs/distillation.md)."""
 
     teachers: Annotated[tuple[TeacherSettings, ...], Field(min_length=1)]
     """The teachers; their names must differ."""
@@ -71,11 +70,10 @@ class DistillationSettings(Section):
     """Number of the teacher's likeliest tokens over which the KL is taken; 0: only the sampled
     token."""
     divergence: Literal["reverse_kl", "forward_kl"] = "reverse_kl"
-    """Direction of the KL with `top_k`: KL(pi, pi_T), or KL(pi_T, pi), which covers everything that
-    the teacher may say."""
+    """Direction of the KL with `top_k`: KL(pi, pi_T) or KL(pi_T, pi)."""
     student: Literal["behavior", "proximal"] = "proximal"
-    """Whose log-probability is subtracted: the sampling policy's, or by a pass the policy's at the
-    start of the step."""
+    """Whose log-probability is subtracted: the sampling policy's, or that at the start of the step
+    (a pass)."""
     timeout_s: Seconds = 120.0
     """Seconds that a request to `url` may take."""
     retries: NotNegative = 3

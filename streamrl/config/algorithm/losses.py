@@ -25,8 +25,8 @@ class LossSettings(Section):
     """Settings of the loss: the aggregation, and its own listed below."""
 
     loss_agg_mode: AggregationMode = "token-mean"
-    """How the losses of tokens are aggregated. gspo, luspo, sapo and geo_mean always take a mean
-    over sequences, and use this for KL, entropy and SFT."""
+    """How the losses of tokens are aggregated. gspo, luspo, sapo and geo_mean use it only for KL,
+    entropy and SFT."""
     loss_scale_factor: PositiveNumber | None = None
     """Divisor of seq-mean-token-sum-norm; null: `generator.max_new_tokens`."""
     norm_by_sequences: bool = True

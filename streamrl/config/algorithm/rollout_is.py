@@ -58,8 +58,8 @@ class RejectionRule(Section):
 
 
 class RolloutISSettings(Section):
-    """How the weights exp(train - behavior) of stale trajectories are computed, bounded and
-    applied: a preset's name, or the settings that differ from token_is."""
+    """Weights exp(train - behavior) of stale trajectories: a preset's name, or the settings that
+    differ from token_is."""
 
     threshold: PositiveNumber | None = 2.0
     """Upper bound U of a weight; null: no weights; "lo_up": zero outside both bounds (IcePop)."""

@@ -174,7 +174,7 @@ class ValueSettings(Section):
     max_tokens_per_micro_batch: Positive | None = None
     """Tokens per forward and backward pass."""
     clip_range: PositiveNumber | None = 0.5
-    """Clip range: how far a value may move from the old one before it is clipped in the loss."""
+    """How far a value may move from the old one before the loss clips it."""
     coef: NotNegativeNumber = 1.0
     """Weight of the critic's loss."""
     loss_agg_mode: AggregationMode = "token-mean"
@@ -194,8 +194,7 @@ class ValueSettings(Section):
 
 
 class DynamicSamplingSettings(Section):
-    """Drop groups whose siblings all have the same reward, and sample the next prompts instead
-    (DAPO, arXiv 2503.14476)."""
+    """Drop groups whose siblings all have the same reward (DAPO, arXiv 2503.14476)."""
 
     metric: str = "reward"
     """What must differ within a group: the reward before shaping, or a metric that the environment
@@ -293,11 +292,11 @@ class AlgorithmSettings(Section):
     """The policy in the denominator of ratios: recomputed by a pass, the behavior policy, or
     interpolated."""
     rescore_share: Probability = 0.0
-    """Share of the groups that are scored again under the learner's weights of their sampling
-    version, to separate engine mismatch from policy lag. Costs host memory."""
+    """Share of the groups that are scored again under the weights that sampled them, to separate
+    engine mismatch from policy lag."""
     router_replay: RouterReplay = "off"
-    """Record which experts the engine chose for each token, only for metrics (record), or to train
-    with the same ones (replay)."""
+    """Record the experts that the engine chose for each token, for metrics (record) or to train
+    with them (replay)."""
     rl_loss_coef: NotNegativeNumber = 1.0
     """Weight of the policy loss."""
     entropy_coef: NotNegativeNumber = 0.0
@@ -319,9 +318,8 @@ class AlgorithmSettings(Section):
     pf_ppo: PfPpoSettings | None = None
     """Null: none."""
     preset: Literal["stream"] | None = DEFAULT_PRESET
-    """stream: advantage opob, loss vespo, proximal behavior and rollout_is.scale_lr; settings given
-    beside it override it. Without `preset` it is stream, or null if one of these or their _config
-    is given."""
+    """stream: advantage opob, loss vespo, proximal behavior and rollout_is.scale_lr, unless given.
+    Left out, it is null if one of these or their _config is given."""
 
     @model_validator(mode="before")
     @classmethod
