@@ -116,7 +116,7 @@ bench: $(VENV)/dev.stamp
 
 # On a machine with a GPU; ARGS="--small" on one without.
 gpu-report: $(VENV)/dev.stamp
-	@PYTHONPATH=. $(BIN)/python -m tests.benchmarks.gpu.report --docs docs/gpu.md $(ARGS)
+	@PYTHONPATH=. $(BIN)/python -m tests.benchmarks.gpu.report --docs docs/benchmarks.md $(ARGS)
 
 # Beside TRL, verl and TransferQueue, each installed from PyPI into .venv-peers/. An hour or two.
 bench-peers: $(VENV)/dev.stamp

@@ -1,7 +1,7 @@
 """`make gpu-report`: everything that only a GPU can show, in stages, within a few minutes.
 
     PYTHONPATH=. python -m tests.benchmarks.gpu.report [--small] [--limit-s 480]
-        [--only learner,loop] [--folder runs/gpu-report] [--docs docs/gpu.md]
+        [--only learner,loop] [--folder runs/gpu-report] [--docs docs/benchmarks.md]
 
 A stage is a command with a time of its own; it prints as it goes, its whole output is kept in
 FOLDER/STAGE.log, and one that fails or has no time left leaves the others alone. The lines of JSON
