@@ -5,7 +5,6 @@ Invariant: a page is a pure function of the repository, so a test can compare it
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import yaml
 from docs import reference
 from streamrl.config import RunConfig
 from streamrl.extras import EXTRAS
-from streamrl.metrics import CATALOGUE, CLOSED, OPEN, OWN, Merge, Metric
+from streamrl.metrics import CATALOGUE, CLOSED, OPEN, OWN, Metric
 from streamrl.tracking.groups import groups_of
 
 FOLDER = Path(__file__).parent
@@ -99,13 +98,12 @@ def _metrics() -> str:
     introduction = """# Metrics
 
 These are the metrics of each step in `metrics.jsonl` and in [every view of a run](monitoring.md). A
-metric belongs to the group that its name begins with. A word in capitals stands for a name of your
-own, such as that of an environment, or for one of [these words](#words).
+word in capitals stands for a name of your own, such as that of an environment, or for one of [these
+words](#words).
 
-*Merged* says how the numbers of micro-batches, ranks, episodes and generators become one. It holds
-for all metrics of a group except those with [another word](#merged) after their unit. In a step
-with several updates, a sum, max or min is taken over all updates; any other metric is the mean over
-the updates that were made.
+`streamrl/metrics/catalogue.csv` says how the numbers of micro-batches, ranks and episodes become
+one, such as by their mean over tokens. In a step with several updates, a sum, largest or smallest
+value is taken over all updates; any other metric is the mean over the updates that were made.
 
 """
     by_group = (
@@ -115,23 +113,12 @@ the updates that were made.
     )
     others = [row for row in CATALOGUE if not row.group]
     rest = f"## Others\n\n{_metric_table([*others, OWN])}"
-    words = f"## Words\n\n{_words()}"
-    legend = "".join(f"- {merge.name.lower()}: {merge}\n" for merge in Merge)
-    merged = f"## Merged\n\n{legend}"
-    return _NOTICE + introduction + "\n".join((*by_group, rest, words, merged))
+    return _NOTICE + introduction + "\n".join((*by_group, rest, f"## Words\n\n{_words()}"))
 
 
 def _metric_table(rows: list[Metric]) -> str:
-    """Return the table of metrics. The most frequent merging is above it, any other after the
-    unit."""
-    usual, _ = Counter(row.merge for row in rows).most_common(1)[0]
-    lines = (f"| `{_shown(row)}` | {_unit(row, usual)} | {row.meaning} |\n" for row in rows)
-    return f"Merged: {usual}.\n\n| metric | unit | meaning |\n|---|---|---|\n" + "".join(lines)
-
-
-def _unit(row: Metric, usual: Merge) -> str:
-    other = "" if row.merge is usual else f"({row.merge.name.lower()})"
-    return f"{row.unit} {other}".strip()
+    lines = (f"| `{_shown(row)}` | {row.unit} | {row.meaning} |\n" for row in rows)
+    return "| metric | unit | meaning |\n|---|---|---|\n" + "".join(lines)
 
 
 def _words() -> str:
