@@ -45,7 +45,7 @@ def main() -> None:
 def _with_formats(page: str) -> str:
     """Return the page with the table of public data sets in its place."""
     rows = (
-        f"| {form['name']}: `{form['hub']}` | "
+        f"| `{form['hub']}` | "
         f"{_coded(f'{key}: {_shown_value(value)}' for key, value in form['settings'].items())} |\n"
         for form in sorted(FORMATS.values(), key=lambda form: str(form["name"]).casefold())
     )
