@@ -76,8 +76,7 @@ class SapoSettings(LossSettings):
 
 
 class ClipCovSettings(ClipRangeSettings):
-    """clip_cov: drops the loss of random tokens with high covariance, chosen within each
-    micro-batch of each rank."""
+    """clip_cov: drops the loss of random tokens with high covariance in each micro-batch."""
 
     clip_cov_ratio: Share = 2e-4
     """Share of a micro-batch's tokens whose loss is dropped."""
@@ -88,8 +87,7 @@ class ClipCovSettings(ClipRangeSettings):
 
 
 class KlCovSettings(LossSettings):
-    """kl_cov: penalizes the tokens with the highest covariance, chosen within each micro-batch of
-    each rank."""
+    """kl_cov: penalizes the tokens with the highest covariance in each micro-batch."""
 
     kl_cov_ratio: Share = 2e-4
     """Share of a micro-batch's tokens that are penalized."""
