@@ -102,8 +102,7 @@ word in capitals stands for a name of your own, such as that of an environment, 
 words](#words).
 
 `streamrl/metrics/catalogue.csv` says how the numbers of micro-batches, ranks and episodes become
-one, such as by their mean over tokens. In a step with several updates, a sum, largest or smallest
-value is taken over all updates; any other metric is the mean over the updates that were made.
+one, such as by their mean over tokens.
 
 """
     by_group = (
