@@ -40,8 +40,15 @@ _MAX_BYTES = 2**17
 _SHARED = ("buffer", "generator", "validator")
 """Commands whose imports the server makes. Other commands import the rest themselves; the learner
 does so while the generators load the model."""
-_CHOSEN = ("actors.engines.hf.engine", "actors.prompts.fitting", "buffers.zmq.client")
-"""Modules that these commands import under the usual settings of a machine without GPUs."""
+_CHOSEN = (
+    "actors.engines.hf.engine",
+    "actors.prompts.fitting",
+    "buffers.zmq.client",
+    "transformers.generation.utils",
+    "transformers.modeling_layers",
+)
+"""Modules that these commands import under the usual settings of a machine without GPUs; those of
+transformers come with every model."""
 _POLL_S = 0.0005
 _ROOM = 4000
 """Bytes of padding arguments, which a forked process overwrites with its own command line, for
@@ -313,6 +320,10 @@ def _main() -> NoReturn:
     gc.disable()
     for module in modules:
         importlib.import_module(module)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    # Compiles the patterns of all models' weights, which the first load in a process would do.
+    get_checkpoint_conversion_mapping("")
     gc.freeze()
     gc.enable()
     request, descriptors = _serve(connection)
