@@ -9,6 +9,7 @@ sign, thousands separators, fraction and exponent are read in every notation; wh
 no number. A whole number before a fraction below 1 is mixed: 3\\frac{1}{2} and 3 1/2 are 7/2.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -17,16 +18,22 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from unicodedata import normalize
 
-from actors.rewards.units import Quantity, quantity, unit_of
+from actors.rewards.units import FUNCTIONS, PARTS, Quantity, quantity, unit_of
 from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
-_MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!#)####(?!#)|<answer>")
+_MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!#)####(?!#)|<answer>|\"answer\"\s*:\s*")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+# The word in the languages of MMMLU and MGSM (arXiv 2210.03057), as simple-evals lists them.
+_ANSWER = (
+    r"\b(?:answer|antwort|jawaban|jibu|réponse|respuesta|resposta|risposta|ответ)\b"
+    "|答案|答え|답변|정답|الإجابة|उत्तर|উত্তর|సమాధానం|คำตอบ"
+)
 _STATES = re.compile(
     # "correct option" and the like need a bare letter: the text may only be explaining that option.
-    r"\b(?:answer|(?:correct|right) (?:option|choice)(?=[\s*]*(?:is|:)[\s*:(]*[A-Ja-j]\b))\b[\s*]*"
-    r"(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut(?:\s+rather)?\b)?[\s*]*:?|:)",
+    rf"(?:{_ANSWER}|\b(?:correct|right) (?:option|choice)\b(?=[\s*]*(?:is|:)[\s*:(]*[A-Ja-j]\b))"
+    r"[\s*]*(?:(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut"
+    r"(?:\s+rather)?\b)?|(?:ist|es|est|é|è|ni)\b|是|为|は)[\s*]*[:\uff1a]?|[:\uff1a])",
     re.IGNORECASE,
 )
 # A reason after an answer, beginning at the first of several spaces; or the ending that Minerva's
@@ -35,10 +42,10 @@ _REASON = re.compile(
     r"(?<![\s,])[\s,]\s*(?:because\b|since\b|I hope (?:it is|this is|it's) correct\b).*",
     re.DOTALL | re.IGNORECASE,
 )
-# A letter, followed by a sentence that does not take it back.
-_EXPLAINED = re.compile(
-    r"(\**\(?[A-J]\)?\**)[.;]\s+(?=[A-Z])(?!(?:Also|And|Both|Incorrect|No|Not|Or|Wrong)\b)"
-    r"(?!.*\b(?i:but|however|rather|should)\b)(?:I\b|[A-Z][a-z]\S*\s).*",
+# The sentence behind a letter, a number or a formula, if it does not take that back.
+_NEXT_SENTENCE = re.compile(
+    r"(?<=[\d$)}%*]|\b[A-J])[.;]\s+(?!(?:Also|And|Both|Incorrect|No|Not|Or|Wrong)\b)"
+    r"(?=(?:I|[A-Z][a-z]\S*)\s)(?!.{0,200}\b(?i:but|however|rather|should)\b).*",
     re.DOTALL,
 )
 _QUOTES = "\"'`\u201c\u201d\u2018\u2019"
@@ -69,60 +76,44 @@ _WIDE = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5E)} | {0xFF0C: 
 _TYPED = _WIDE | _MINUS | _ONE_SIGN_FRACTIONS | {ord("\N{FRACTION SLASH}"): "/"}
 # Signs that people type in formulas and math-verify does not read.
 _SIGNS = str.maketrans(
-    {
-        "\N{DEGREE SIGN}": "^\\circ ",
-        "\N{MIDDLE DOT}": "\\cdot ",
-        "\N{ELEMENT OF}": "\\in ",
-        "\N{INFINITY}": "\\infty ",
-        "\N{SQUARE ROOT}": "\\sqrt ",
-        "\N{EMPTY SET}": "\\emptyset ",
-    }
+    {"°": r"^\circ ", "·": r"\cdot ", "∈": r"\in ", "∞": r"\infty ", "√": r"\sqrt "}
+    | {"∅": r"\emptyset "}
 )
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
-_IN_TEXT = r"(?:\\text\{\s*)?"
+_IN_TEXT = r"(?i)\A(?:\\text\{\s*)?"
 # Notations of people, with replacements that math-verify reads.
-_COMMANDS = (
-    (re.compile(r"\\(?:degree|textdegree)(?![a-zA-Z])"), r"^\\circ "),
-    # An angle in degrees, which math-verify would read as radians, in a sine for example.
-    (
-        re.compile(
+_COMMANDS = [
+    (re.compile(typed), known)
+    for typed, known in (
+        (r"\\(?:text)?degree(?![a-zA-Z])", r"^\\circ "),
+        # An angle in degrees, which math-verify would read as radians, in a sine for example.
+        (
             r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?\s*(?:(?:\\left\s*)?[({]\s*)?)"
-            r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*)?\\circ(?![a-zA-Z])\s*\}?"
+            r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*)?\\circ(?![a-zA-Z])\s*\}?",
+            r"\1\\frac{\2\\pi}{180}",
         ),
-        r"\1\\frac{\2\\pi}{180}",
-    ),
-    (re.compile(r"\\binom\s*(\d|[a-zA-Z](?![a-zA-Z]))\s*(\d|[a-zA-Z])"), r"\\binom{\1}{\2}"),
-    # A letter in another type is that letter.
-    (
-        re.compile(
-            r"\\(?:text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|boldsymbol|bm|vec)"
-            r"\s*\{\s*([a-zA-Z])\s*\}"
-        ),
-        r" \1",
-    ),
-    # A derivative: math-verify would take that of y for 0.
-    (re.compile(r"\\frac\s*\{\s*d\s*([a-zA-Z])\s*\}\s*\{\s*d\s*([a-zA-Z])\s*\}"), r"D_{\1\2}"),
-    (re.compile(r"\\hat\s*\{\s*([ijk])\s*\}"), r" \1"),
-    (re.compile(r"\\langle(?![a-zA-Z])"), "("),
-    (re.compile(r"\\rangle(?![a-zA-Z])"), ")"),
-    # For a set of numbers, the inequality that they satisfy.
-    (
-        re.compile(
+        (r"\\binom\s*(\d|[a-zA-Z](?![a-zA-Z]))\s*(\d|[a-zA-Z])", r"\\binom{\1}{\2}"),
+        # A letter in another type is that letter.
+        (r"\\(?:(?:text|math)(?:bf|it|rm|sf)?|boldsymbol|bm|vec)\s*\{\s*([a-zA-Z])\s*\}", r" \1"),
+        # A derivative: math-verify would take that of y for 0.
+        (r"\\frac\s*\{\s*d\s*([a-zA-Z])\s*\}\s*\{\s*d\s*([a-zA-Z])\s*\}", r"D_{\1\2}"),
+        (r"\\hat\s*\{\s*([ijk])\s*\}", r" \1"),
+        (r"\\langle(?![a-zA-Z])", "("),
+        (r"\\rangle(?![a-zA-Z])", ")"),
+        # For a set of numbers, the inequality that they satisfy.
+        (
             r"\A\s*(?:\\left)?\\\{\s*([a-zA-Z])\s*(?:\\in\s*(?:\\mathbb\{?R\}?|R)\s*)?"
             r"(?:\\(?:mid|vert|colon)(?![a-zA-Z])|[|:])\s*"
-            r"(?=[^|]*(?:[<>]|\\(?:[lg]e|neq?)))([^|]*?)(?:\\right)?\\\}\s*\Z"
+            r"(?=[^|]*(?:[<>]|\\(?:[lg]e|neq?)))([^|]*?)(?:\\right)?\\\}\s*\Z",
+            r"\2",
         ),
-        r"\2",
-    ),
-    (
-        re.compile(
-            rf"\A{_IN_TEXT}(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?\}}?\Z",
-            re.IGNORECASE,
+        (
+            rf"{_IN_TEXT}(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?\}}?\Z",
+            r"\\emptyset",
         ),
-        r"\\emptyset",
-    ),
-    (re.compile(rf"\A{_IN_TEXT}all real numbers\}}?\Z", re.IGNORECASE), r"\\mathbb{R}"),
-)
+        (rf"{_IN_TEXT}all real numbers\}}?\Z", r"\\mathbb{R}"),
+    )
+]
 # A word after one of several numbers: math-verify ignores what follows it.
 _COUNTED = re.compile(
     r"(?<=[\d}])\s*\\(?:text|mathrm|mbox)\{[\s~]*(?P<word>[a-zA-Z]{1,15})[\s.]*"
@@ -136,11 +127,11 @@ _SYSTEM = re.compile(
 )
 # Also ]0; 1[, an open interval.
 _INTERVAL = re.compile(r"([\[\](])([^\[\](),;]{1,60})[,;]([^\[\](),;]{1,60})([\[\])])")
+# A comma that separates no thousands.
+_DECIMAL = re.compile(r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))|(?<=\b0)\{,\}(?=\d)")
 # Thousands separators other than commas; no plain space, which may separate two numbers.
-_THIN = r"\\[,;: ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
-_THOUSANDS = re.compile(rf"(?<=\d)(?:{_THIN})(?=\d{{3}}(?!\d))")
-# As in MATH: 11,\! 111.
-_CLOSER = re.compile(r"(?<=,)\\!\s*(?=\d)|\\!")
+_THIN = r"\\[,;:! ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
+_THOUSANDS = re.compile(rf"(?<=[\d,])(?:{_THIN})\s?(?=\d{{3}}(?!\d))")
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
 # A fraction with digits right after it is a factor of them.
@@ -165,7 +156,7 @@ _NUMBER = re.compile(
 )
 # Behind a number, of which another one is computed; not of 90^\circ, 5^{th} and **18** (dollars).
 _OPERATOR = re.compile(
-    r"\s*(?:\^(?!\s*\{?\s*(?:\\(?:circ|text|mathrm)|(?:st|nd|rd|th)\b))|-\s?\d"
+    r"\s*(?:_|\^(?!\s*\{?\s*(?:\\(?:circ|text|mathrm)|(?:st|nd|rd|th)\b))|-\s?\d"
     r"|\*\*\s?\d|[*+\N{MULTIPLICATION SIGN}]\s?[\d(\\]"
     r"|\N{SQUARE ROOT}|\\(?:cdot|times|sqrt|pi)(?![a-zA-Z]))"
 )
@@ -194,13 +185,16 @@ _TEXT = re.compile(
 )
 _TEXTS = re.compile(rf"(?:{_TEXT.pattern}|[\d\s,.:'$\-])*")
 _TIME = re.compile(r"0?(\d{1,2})(:\d\d)? ?([ap])\.? ?m")
-_DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}")
-_ZERO_AHEAD = re.compile(r"\b0")
+_DATE = re.compile(r"\d\d?/\d\d?/\d{4}")
+_ISO_DATE = re.compile(r"(\d{4})-(0?[1-9]|1[0-2])-(\d\d?)")
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_DAY_FIRST = re.compile(r"(\d\d?) (?:of )?([a-z]{3,9})")
+_MONTH_FIRST = re.compile(rf"({'|'.join(_MONTHS)})[a-z]* (\d\d?)(?:,? (\d{{4}}))?")
 _ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 # The full stop of St. Louis.
 _ABBREVIATED = re.compile(r"(?<=[^\W\d_])\.(?= )")
 # After an answer, and not part of a LaTeX space.
-_STOP = re.compile(r"(?<!\\)(?<!\\right)[.,;]\Z")
+_STOP = re.compile(r"(?<!\\)(?<!\\right)[.,;。]\Z")
 # What may precede a value without changing it.
 _LEADING = re.compile(
     r"\A(?:\\(?:text)?color\s*\{[^{}]*\}|\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴"
@@ -210,15 +204,18 @@ _LEADING = re.compile(
 _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 # Except the letters of "a pair" and "Tom's", and of names such as "vitamin C".
 _VARIABLE = re.compile(r"(?<![\w'\u2019-])[b-hj-rt-z](?![\w'\u2019-])")
-_UNIT = re.compile(r"\s*(?:[^\W\d_]{2,}|[mgs%])\.?")
+# Words that are formulas.
+_FORMULAS = FUNCTIONS | {"inf", "infinity", "pi"}
+# Neither a command nor a product of variables.
+_WORD = re.compile(
+    rf"(?<![\\a-zA-Z])(?!(?:{'|'.join(_FORMULAS)})\b)[^\W\d_]{{3}}|[\u3040-\u30ff\u3400-\ud7a3]"
+)
 _GAPS = re.compile(r"\\[,;: ]|\\q?quad(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\{?\s*\\circ(?![a-zA-Z])\s*\}?")
 # Digits and their base. They begin with a digit: a letter may be a name with an index.
 _BASED = re.compile(r"\(?(\d[\dA-F]*)\)?_\{?(\d{1,2}|[a-z]{3,8})\}?")
-_BASES = (
-    *("two", "three", "four", "five", "six", "seven"),
-    *("eight", "nine", "ten", "eleven", "twelve"),
-)
+_BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+_BASES += ["eleven", "twelve"]
 _LETTERS = re.compile(r"[A-H](?:(?:[,;&]|and)*[A-H])+")
 # Words that change the value of the number after them, or before them.
 _CHANGED_BEFORE = re.compile(
@@ -229,9 +226,7 @@ _CHANGED_BEFORE = re.compile(
 )
 _CHANGED_BEHIND = re.compile(
     r"\s*(?:(?:(?:cubed|minus|plus|squared)(?! [a-z]{2})|and a half|bn|divided|dozen|factorial"
-    r"|halves|is (?:incorrect|not|wrong)|mn|(?:thir|hundred|million)(?:d|th)s"
-    r"|(?:four|fif|six|seven|eigh|nin)ths"
-    r"|(?:ten|twelf|thousand)ths)\b|(?:over|times) [b-z]\b"
+    rf"|is (?:incorrect|not|wrong)|mn|{PARTS})\b|(?:over|times) [b-z]\b"
     r"|(?!more or less)(?:\w+ )?or (?:above|below|fewer|greater|higher|less|lower|more)\b)",
     re.IGNORECASE,
 )
@@ -239,14 +234,9 @@ _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 _SCALE = re.compile(rf"\s*({'|'.join(_ZEROS)})\b", re.IGNORECASE)
 # After a scale: three hundred and twelve.
 _FURTHER = re.compile(
-    r"(?: and)? (?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen"
-    rf"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|{'|'.join(_ZEROS)})\b",
+    rf"(?: and)? (?:one|{'|'.join((*_BASES, *_ZEROS))}|[a-z]+teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b",
     re.IGNORECASE,
-)
-# Words that are formulas.
-FUNCTIONS = frozenset(
-    {"cos", "cot", "csc", "exp", "inf", "infinity", "lg", "ln", "log", "pi", "sec", "sin"}
-    | {"sqrt", "tan"}
 )
 # Words that change a number near them.
 _CHANGING = frozenset({*_ZEROS, "bn", "dozen", "minus", "mn", "negative", "not"})
@@ -291,6 +281,8 @@ def _marked(text: str) -> Iterator[str | None]:
         elif mark[0] == "<answer>":
             inside, _, _ = behind.partition("</answer>")
             yield bare(inside)
+        elif mark[0].startswith('"'):
+            yield _of_json(behind)
         else:
             # In most texts the last box has an end, so earlier braces are matched only if needed.
             if begin:
@@ -298,6 +290,14 @@ def _marked(text: str) -> Iterator[str | None]:
                 ends = _ends_of_braces(text, begin)
             end = ends.get(mark.end())
             yield None if end is None else bare(text[mark.end() : end])
+
+
+def _of_json(text: str) -> str | None:
+    """The value that a text begins with; None if it is no JSON."""
+    try:
+        return bare(str(json.JSONDecoder(strict=False).raw_decode(text)[0]))
+    except (ValueError, RecursionError):
+        return None
 
 
 def stated_answer(text: str) -> str | None:
@@ -313,22 +313,30 @@ def stated_answer(text: str) -> str | None:
     line, _, rest = behind.partition("\n")
     said = _REASON.sub("", behind if _TAKEN_BACK.search(rest) else line, count=1)
     # What a choice says, such as Paris, may be the answer of the row.
-    is_plain = choice(bare(said)) or _TAKEN_BACK.search(said)
-    explained = None if is_plain else _EXPLAINED.fullmatch(said)
-    return bare(explained[1] if explained else said)
+    if not (choice(bare(said)) or _TAKEN_BACK.search(said)):
+        said = _NEXT_SENTENCE.sub("", said, count=1)
+    return bare(said)
 
 
-def unmarked_answer(text: str) -> str:
-    """The answer of a text without a mark: what it states, else all of it."""
-    return stated_answer(text) or bare(text)
+def given_answer(text: str) -> tuple[str, bool]:
+    """The answer of a text, and whether that is all that the text answers: a marked answer, or a
+    stated one without words. Else it is what the text states among other words, or all of it.
+
+    >>> given_answer("So $x = 5$, and the answer is 5x."), given_answer("He pays $5")
+    (('5x', True), ('He pays $5', False))
+    """
+    marked = marked_answer(text)
+    within = text if marked is None else marked
+    stated = stated_answer(within)
+    is_whole = marked is not None or bool(stated and not _WORD.search(_TEXT.sub("", stated)))
+    return stated or bare(within), is_whole
 
 
 def shown_answer(text: str) -> str:
-    """The answer of a text without a mark, for people and for votes: a word or letter that it
-    states, else its number, else whatever it states."""
+    """The answer of a text that gives none alone, for people and for votes: a word that it states,
+    else its number, else whatever it states."""
     number, stated = answered_number(text), stated_answer(text) or ""
-    is_word = words(stated) or re.fullmatch("[a-zA-Z]", written(stated))
-    return stated if is_word or number is None else shown_number(number)
+    return stated if words(stated) or number is None else shown_number(number)
 
 
 def bare(answer: str) -> str:
@@ -421,7 +429,7 @@ def _uncounted(found: re.Match[str], words: Counter[str]) -> str:
     word = found["word"]
     # In "3 men or 5 men" the word adds nothing; in "5 men and 3 women" it matters.
     is_of_one = words[word] > 1 and len(word) > 1
-    if word.casefold() in FUNCTIONS | _CHANGING or not (is_of_one or unit_of(word)):
+    if word.casefold() in _FORMULAS | _CHANGING or not (is_of_one or unit_of(word)):
         return found[0]
     return " \\text{ and } " if found["further"] else ""
 
@@ -434,8 +442,8 @@ def _interval(found: re.Match[str]) -> str:
 
 def _joined(text: str) -> str:
     """Numbers with their digits adjacent or with commas between, and with the keyboard's minus."""
-    text = _DASH.sub("-", text.translate(_TYPED)).replace("{,}", ",")
-    return _THOUSANDS.sub("", _CURRENCY.sub("", _CLOSER.sub("", text))).replace("~", " ")
+    text = _DASH.sub("-", _DECIMAL.sub(".", text.translate(_TYPED))).replace("{,}", ",")
+    return _THOUSANDS.sub("", _CURRENCY.sub("", text)).replace("~", " ")
 
 
 @lru_cache(maxsize=64)
@@ -471,7 +479,7 @@ def words(text: str) -> str:
     number.
 
     >>> words("\\\\text{June  20}"), words("6:00 p.m."), words("(C)"), words("2x")
-    ('june 20', '6:00 pm', '', '')
+    ('jun 20', '6:00 pm', '', '')
     """
     if _TEXTS.fullmatch(text.strip()):
         text = _TEXT.sub(r"\1", text).strip("$ ")
@@ -479,12 +487,22 @@ def words(text: str) -> str:
     if time := _TIME.fullmatch(plainly):
         return f"{time[1]}{time[2] or ':00'} {time[3]}m"
     if _DATE.fullmatch(plainly):
-        return _ZERO_AHEAD.sub("", plainly)
+        return re.sub(r"\b0", "", plainly)
     plainly = _ABBREVIATED.sub("", _ORDINAL.sub("", plainly))
     plainly = plainly.removeprefix("an ").removeprefix("the ")
-    if not re.fullmatch(r"[^\W\d_][\w ,.'\-]*", plainly) or FUNCTIONS & set(plainly.split()):
+    if date := _date(plainly):
+        return date
+    if not re.fullmatch(r"[^\W\d_][\w ,.'\-]*", plainly) or _FORMULAS & set(plainly.split()):
         return ""
     return plainly if plainly == "no" or re.search(r"[^\W\d_]{3}", plainly) else ""
+
+
+def _date(text: str) -> str:
+    """The month, the day and the year, if any, of a date in words or of ISO 8601; else ""."""
+    if iso := _ISO_DATE.fullmatch(text):
+        return f"{_MONTHS[int(iso[2]) - 1]} {int(iso[3])} {iso[1]}"
+    found = _MONTH_FIRST.fullmatch(_DAY_FIRST.sub(r"\2 \1", text))
+    return f"{found[1]} {int(found[2])} {found[3] or ''}".strip() if found else ""
 
 
 def number_in(text: str) -> Fraction | None:
@@ -497,10 +515,15 @@ def number_in(text: str) -> Fraction | None:
     text = plain(text)
     behind = text.rpartition("=")[2].strip().lstrip("$( ")
     begins = _NUMBER.match(behind)
-    if begins and _OPERATOR.match(behind, begins.end()):
+    if begins and (_OPERATOR.match(behind, begins.end()) or _is_factor(behind[begins.end() :])):
         return None
     found = (_value(begins) if begins else None, _last_number(behind), _last_number(text))
     return next((number for number in found if number is not None), None)
+
+
+def _is_factor(behind: str) -> bool:
+    """Whether a letter that is no unit follows a number."""
+    return re.match(r"[a-zA-Zπ](?![\w'])", behind) is not None and unit_of(behind[0]) is None
 
 
 def whole_number(text: str) -> Fraction | None:
@@ -535,15 +558,13 @@ def counted(text: str) -> Fraction | None:
     before, behind = number.string[: number.start()], number.string[number.end() :]
     if before[-1:].isalnum() or behind[:1].isalnum():
         return None
-    if scale := _scale_of(number):
+    if scale := _SCALE.match(number.string, number.end()):
         behind = number.string[scale.end() :]
-    is_text = _TEXT.fullmatch(text.strip())
-    is_unit = is_text and not before.strip() and _UNIT.fullmatch(behind)
-    if not is_unit and scale is None and not _PROSE.fullmatch(f"{before} {behind}"):
+    if scale is None and not _PROSE.fullmatch(f"{before} {behind}"):
         return None
     words_beside = set(re.findall(r"\w+", f"{before} {behind}".casefold()))
     is_formula = _VARIABLE.search(f"{before} {behind}")
-    if is_formula or words_beside & (FUNCTIONS | _CHANGING):
+    if is_formula or words_beside & (_FORMULAS | _CHANGING):
         return None
     return _scaled(number, scale)
 
@@ -562,16 +583,16 @@ def measured(text: str) -> Quantity | None:
     return quantity(plainly.strip("$") if plainly.endswith("$") else plainly, is_text=is_text)
 
 
-def digits_to_base(text: str) -> tuple[str, str] | None:
+def digits_to_base(text: str) -> tuple[str, int] | None:
     """The digits and the base of a number that is written with a base.
 
     >>> digits_to_base("(2516)_{\\\\text{eight}}"), digits_to_base("1011")
-    (('2516', '8'), None)
+    (('2516', 8), None)
     """
     found = _BASED.fullmatch(written(text))
     if found is None or not (found[2].isdigit() or found[2] in _BASES):
         return None
-    base = found[2] if found[2].isdigit() else str(_BASES.index(found[2]) + 2)
+    base = int(found[2]) if found[2].isdigit() else _BASES.index(found[2]) + 2
     return found[1].lstrip("0") or "0", base
 
 
@@ -592,12 +613,14 @@ def is_changed(text: str) -> bool:
     (True, True, False)
     """
     number = _one_number(text)
-    return number is not None and (_scale_of(number) is not None or _is_changed(number))
+    return number is not None and (
+        _SCALE.match(number.string, number.end()) is not None or _is_changed(number)
+    )
 
 
 def _is_changed(number: re.Match[str]) -> bool:
     text, end = number.string, number.end()
-    if scale := _scale_of(number):
+    if scale := _SCALE.match(number.string, number.end()):
         end = scale.end()
         if _FURTHER.match(text, end):
             return True
@@ -608,11 +631,6 @@ def _is_changed(number: re.Match[str]) -> bool:
 def _one_number(text: str) -> re.Match[str] | None:
     found = list(_NUMBER.finditer(_plainly(text)))
     return found[0] if len(found) == 1 else None
-
-
-def _scale_of(number: re.Match[str]) -> re.Match[str] | None:
-    """The scale after it, such as million."""
-    return _SCALE.match(number.string, number.end())
 
 
 def _plainly(text: str) -> str:
@@ -647,6 +665,9 @@ def answered_number(turn: str) -> Fraction | None:
     """
     text = answer_part(turn)
     marked = marked_answer(text)
+    if marked is None:
+        stated = stated_answer(text) or ""
+        marked = stated if _NUMBER.search(plain(stated)) else None
     if marked is None:
         return _last_number(plain(text))
     return counted(marked) if is_changed(marked) else number_in(marked)

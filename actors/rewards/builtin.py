@@ -7,6 +7,7 @@ nothing, and a score of 1 would reward anything.
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -18,13 +19,12 @@ from actors.rewards.answers import (
     choice,
     counted,
     digits_to_base,
-    is_changed,
+    given_answer,
     letters,
     marked_answer,
     measured,
     shown_answer,
     shown_number,
-    unmarked_answer,
     whole_number,
     words,
     written,
@@ -69,12 +69,11 @@ def math_at_once(episode: Episode) -> Score | None:
     except FinalError:
         return None
     text = answer_of(episode)
-    marked = marked_answer(text)
-    given = unmarked_answer(text if marked is None else marked)
+    given, is_whole = given_answer(text)
     same = [compared(gold, given) for gold in golds]
     if None in same and not any(same):
         return None
-    return Score(float(any(same)), extracted=shown_answer(text) if marked is None else marked)
+    return Score(float(any(same)), extracted=given if is_whole else shown_answer(text))
 
 
 def acceptable(gold: Any) -> Sequence[str]:
@@ -99,9 +98,13 @@ def compared(gold: str, given: str) -> bool | None:
             return True
         # "C. elegans" may be a name, but not where a letter is wanted.
         given = _OPTION.sub(r"\1) ", given)
-    bases = digits_to_base(gold), digits_to_base(given)
-    if None not in bases:
-        return bases[0] == bases[1]
+    match digits_to_base(gold), digits_to_base(given):
+        case (_, _) as own, (_, _) as other:
+            return own == other
+        case None, (digits, base) if (number := whole_number(gold)) is not None:
+            with suppress(ValueError):
+                return number == int(digits, base)
+            return False
     match choice(gold), choice(given):
         case None, (letter, said) if wanted in (letter, written(said)) or _known(gold, said):
             return True
@@ -130,9 +133,7 @@ def _known(gold: str, given: str) -> bool | None:
     wanted, found = whole_number(gold), whole_number(given)
     if wanted is None or found is not None:
         return None if wanted is None or found is None else wanted == found
-    if counted(given) == wanted:
-        return True
-    return False if is_changed(given) else None
+    return True if counted(given) == wanted else None
 
 
 def _same_quantity(one: Quantity, other: Quantity) -> bool:

@@ -45,24 +45,21 @@ from sympy import (
     Tuple,
     UnevaluatedExpr,
     Union,
-    oo,
 )
 from sympy.core.relational import Relational
 
 from actors.rewards.answers import (
-    FUNCTIONS,
     answer_of,
     answered_number,
     choice,
+    given_answer,
     latex,
-    marked_answer,
     shown_answer,
-    unmarked_answer,
     whole_number,
     written,
 )
 from actors.rewards.builtin import acceptable, compared, expression_to_match, math_at_once, no_gold
-from actors.rewards.units import unmeasured
+from actors.rewards.units import FUNCTIONS, unmeasured
 from streamrl.interfaces import Episode, Score
 
 # math-verify warns when it is called without a time limit.
@@ -82,13 +79,10 @@ _MOST_DIGITS = 6
 """The most digits that a tower of powers may have, as a power of 10."""
 # Formulas as people type them without LaTeX.
 _AS_TYPED = (
-    (re.compile(r"(?<=[\w)}])\*\*(?=[\w({-])"), "^"),
-    (re.compile(r"\^\s?(-\s?(?:\d{1,9}|[a-zA-Z]))"), r"^{\1}"),
-    (re.compile(r"(?<![\\a-zA-Z])sqrt\s?\(([^()]{1,99})\)"), r"\\sqrt{\1}"),
-    (
-        re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|cot|sec|csc|ln|log|exp|pi)(?![a-zA-Z])"),
-        r"\\\1",
-    ),
+    (r"(?<=[\w)}])\*\*(?=[\w({-])", "^"),
+    (r"\^\s?(-\s?(?:\d{1,9}|[a-zA-Z]))", r"^{\1}"),
+    (r"(?<![\\a-zA-Z])sqrt\s?\(([^()]{1,99})\)", r"\\sqrt{\1}"),
+    (rf"(?<![\\a-zA-Z{{])({'|'.join(FUNCTIONS)}|pi)(?![a-zA-Z])", r"\\\1"),
 )
 # math-verify reads H2O as 2HO, and 3:4:5 as 3/4/5.
 _INDEX = re.compile(r"\\[a-zA-Z]+|(?P<letters>[a-zA-Z]{1,20})(?P<digits>\d{1,9})")
@@ -180,18 +174,17 @@ def _score(episode: Episode, strict: bool) -> Score:
     if (decided := math_at_once(episode)) is not None:
         return decided
     text = answer_of(episode)
-    marked = marked_answer(text)
-    given = unmarked_answer(text if marked is None else marked)
+    given, is_whole = given_answer(text)
     undecided = [gold for gold in golds if compared(gold, given) is None and not is_vast(gold)]
     if not choice(given):
         undecided = [own[1] if (own := choice(gold)) else gold for gold in undecided]
     formulas = {gold: _marked_gold(gold) for gold in undecided}
     if empty := [gold for gold, formula in formulas.items() if not _parse(formula, _FORMULA)]:
         raise no_gold(episode.prompt, empty[0], "math-verify reads no expression in it")
-    expression = _formula(text) if marked is None else f"\\boxed{{{_formula(given)}}}"
-    forms = _ANYWHERE if marked is None else _FORMULA
+    expression = f"\\boxed{{{_formula(given)}}}" if is_whole else _formula(text)
+    forms = _FORMULA if is_whole else _ANYWHERE
     parsed = [] if is_vast(expression) else _parse(expression, forms)
-    if marked is None and not parsed:
+    if not is_whole and not parsed:
         number = answered_number(text)
         is_right = number is not None and number in map(whole_number, golds)
         return Score(float(is_right), extracted=shown_answer(text))
@@ -206,7 +199,7 @@ def _score(episode: Episode, strict: bool) -> Score:
             if not choice(gold)
         )
     # math-verify's list ends with the text that it has read.
-    return Score(float(is_right), extracted=str(parsed[-1]) if marked is None else marked)
+    return Score(float(is_right), extracted=given if is_whole else str(parsed[-1]))
 
 
 def is_vast(formula: str) -> bool:
@@ -232,7 +225,7 @@ def _formula(text: str) -> str:
     """
     formula = latex(unmeasured(text))
     for typed, known in _AS_TYPED:
-        formula = typed.sub(known, formula)
+        formula = re.sub(typed, known, formula)
     formula = _INDEX.sub(_indexed, formula)
     return f"({formula.replace(':', ',')})" if _RATIO.fullmatch(formula) else formula
 
@@ -320,16 +313,7 @@ def _solved(inequality: Relational) -> tuple[Symbol, Set] | None:
     is_real = bound.is_extended_real or (bound.is_extended_real is None and bound.has(*_SLOW))
     if not isinstance(unknown, Symbol) or not (bound.is_number and is_real):
         return None
-    match inequality.rel_op:
-        case "<":
-            return unknown, Interval.open(-oo, bound)
-        case "<=":
-            return unknown, Interval(-oo, bound)
-        case ">":
-            return unknown, Interval.open(bound, oo)
-        case ">=":
-            return unknown, Interval(bound, oo)
-    return unknown, Union(Interval.open(-oo, bound), Interval.open(bound, oo))
+    return unknown, inequality.func(unknown, bound).as_set()
 
 
 @lru_cache(maxsize=_KEPT)

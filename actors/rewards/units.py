@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
+FUNCTIONS = frozenset({"cos", "cot", "csc", "exp", "lg", "ln", "log", "sec", "sin", "sqrt", "tan"})
 # Each unit as a multiple of a base unit.
 _SYMBOLS: dict[str, tuple[int | str, str]] = {
     **{"m": (1, "m"), "g": (1, "g"), "s": (1, "s"), "h": (3600, "s"), "in": ("0.0254", "m")},
@@ -50,8 +51,6 @@ _BETWEEN = r"(?:\s?(?:/|\bper\b|\\cdot|·)\s?|\s{1,2}(?=[a-zA-Z]{1,3}\^\{-))"
 _UNIT = re.compile(
     rf"(?:(?<=[\dπ)}}])|(?<=\\pi))\s*(?P<unit>{_FACTOR}(?:{_BETWEEN}{_FACTOR}){{0,2}})\Z"
 )
-# 5m^2 and 5mm^2 may be formulas.
-_SQUARED = re.compile(r"(?!m)[a-z]{2}\^\{?[23]\}?\Z|[a-z]{1,2}[²³]\Z")
 _FACTORS = re.compile(rf"\s?(?P<over>/|\bper\b)?(?:[\s·]|\\cdot)*(?P<factor>{_FACTOR})")
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _DOLLARS = re.compile(r"\\?\$\s?(?P<value>[^$]*\d)")
@@ -84,16 +83,17 @@ _PLAIN_WORDS = re.compile(r"(?:[a-z]{2,12}\s){0,2}[a-z]{3,15}")
 _LETTER = re.compile(r"([^\W\d_\u3040-\ud7a3])(?:\s*\^\s*-?\d)?")
 # Of these, a letter may be an argument or an atom.
 _NAME_BEFORE = re.compile(
-    r"(?:\\(?:cos|cot|csc|ln|log|sec|sin|tan|angle)"
+    rf"(?:\\(?:{'|'.join(FUNCTIONS)}|angle)"
     r"|\\(?:text|mathrm)\s*\{[^{}]*\}(?:_\{?\d+\}?)?)\Z"
 )
 _IDEOGRAPH = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]")
+# Parts of one.
+PARTS = "(?:hal|thir|four|fif|six|seven|eigh|nin|ten|twelf|hundred|thousand|million)(?:ve|d|th)s"
 # They change a value, or say when it is one.
 _NO_MEASURE = re.compile(
     r"\b(?:and|are|cos|cubed|divided|dozen|factorial|for|hundred|if|is|less|log|million|billion"
     r"|minus|more|negative|not|or|over|plus|sin|sqrt|squared|tan|thousand|times|trillion"
-    r"|when|where|halves|(?:thir|four|fif|six|seven|eigh|nin|ten|hundred|thousand)(?:d|th)s)\b"
-    "|[万萬亿億千百十半以或和不만억천백반]"
+    rf"|when|where|{PARTS})\b|[万萬亿億千百十半以或和不만억천백반]"
 )
 # A unit is at the end of a text, and at most this long.
 _LONGEST = 48
@@ -136,7 +136,7 @@ def quantity(text: str, *, is_text: bool = False) -> Quantity | None:
     name = found["unit"]
     is_apart = found.start() < found.start("unit") and len(re.sub(r"[^a-zA-Z]", "", name)) > 1
     is_marked = not name[0].isascii() or "\\" in name or "/" in name
-    is_evident = is_text or is_marked or is_apart or _SQUARED.match(name) is not None
+    is_evident = is_text or is_marked or is_apart
     return Quantity(text[: found.start()], unit, is_evident)
 
 

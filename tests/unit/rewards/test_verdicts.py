@@ -19,6 +19,17 @@ PIECES = r"\begin{cases} x^2 & x>0 \\ 0 & x \le 0 \end{cases}"
 COLUMN = r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"
 
 
+# Of which 5 is a part.
+OF_5 = (
+    *("5x", "$5x + 1$", "x + 5", "5!", "x^5", "5 or 6", "5, 6", "(3, 5)", "x < 5"),
+    "x = 3 or x = 5",
+)
+MARKS = (
+    *("答案\uff1a", "答案是", "Réponse :", "La respuesta es", "**Antwort:**", "Ответ:", "정답:"),
+    "Jibu:",
+)
+
+
 def episode(response: str, answer: str) -> Episode:
     return Episode(Prompt("question", answer), response, len(response), FinishReason.STOP)
 
@@ -84,6 +95,10 @@ BOXED = [
     # Numbers to a base.
     ("1011_2", ["1011", r"(1011)_{2}", "01011_2"], ["1011_3", "11_{10}", "1111_2"]),
     ("4343_6", [r"4343_{\text{six}}"], [r"4343_{\text{seven}}", "4344_6"]),
+    ("12", [r"12_{\text{ten}}"], ["12_7", r"12_{\text{seven}}", "12_2"]),
+    # Decimal commas.
+    ("3{,}5", ["3.5", r"\frac72"], ["35", "3{,}6"]),
+    ("0{,}125", [r"\frac18"], ["125"]),
     # Letters that may be units, and those in another type.
     ("2d", ["2 d"], ["2", "2t"]),
     ("v_{0} t", ["v_0t", "tv_0"], ["v_{0}", "v_{0} h"]),
@@ -145,7 +160,11 @@ BOXED = [
     ("x_1^{12}", ["x\u2081\u00b9\u00b2", "x1^12"], ["x\u2082\u00b9\u00b2", "x_1^1"]),
     ("3\u20444", ["0.75"], ["4/3"]),
     # Dates are no differences.
-    ("2020-01-15", ["2020-1-15"], ["2020-15-01", "2004", "2021-01-16"]),
+    (
+        "2020-01-15",
+        ["2020-1-15", "January 15, 2020", r"\text{15 Jan. 2020}"],
+        ["2020-15-01", "2004", "2021-01-15", "January 16, 2020", "January 2020"],
+    ),
     ("1/15/2020", ["01/15/2020"], ["1/30/1010"]),
     # Wide signs.
     ("3.5", ["\uff13\uff0e\uff15", "\uff17\uff0f\uff12"], ["35", "\uff13\uff0c\uff15"]),
@@ -160,7 +179,7 @@ BOXED = [
     ("No", [r"\text{No}, it is not"], ["no solution", "Yes"]),
     ("circle", ["the circle"], ["ellipse"]),
     ("St. Louis", ["St Louis"], ["Louis"]),
-    ("June 20", ["June 20th"], ["June 2nd"]),
+    ("June 20", ["June 20th", "the 20th of June"], ["June 2nd", "June 20, 2020"]),
     ("6:00 PM", ["6 p.m."], ["6 AM"]),
     # Signs within, vectors.
     (r"\frac{\pm1\pm i}{2}", [], [r"\frac{1+i}{2}, \frac{-1-i}{2}"]),
@@ -222,8 +241,15 @@ def test_answers_in_other_forms(gold: str, equal: list[str], other: list[str]):
         ("The answer is `B`.", "B", 1),
         ('The answer is "Paris".', "Paris", 1),
         ("The answer is [B].", "B", 1),
-        ("The answer is [x].", "x", 0),
         ("<answer>Yes!</answer>", "yes", 1),
+        *((f"The answer is {formula}.", "5", 0) for formula in OF_5),
+        *((f"{mark} D", "D", 1) for mark in MARKS),
+        *((f"{mark} C", "D", 0) for mark in MARKS),
+        ("Die Antwort ist 18. In 2 Schritten.", "18", 1),
+        ("答案\uff1a18。以上2步", "18", 1),
+        ('{"reason": "3 < 4", "answer": "B"}', "B", 1),
+        ('```json\n{"answer": 7, "steps": 2}\n```', "7", 1),
+        ('{"answer": "7x", "steps": 7}', "7", 0),
         (r"So $\fbox{5}$, which is less than 6.", "5", 1),
     ],
 )
@@ -257,6 +283,8 @@ def test_names_of_unknowns_count_where_the_reward_is_strict():
         ("#### 1.2 million people", 1_200_000),
         ("#### 7 more apples", 7),
         ("so at least 7", 7),
+        ("The answer is 42.\n\nCheck: 6 * 7", 42),
+        *((rf"\boxed{{{formula}}}", None) for formula in ("7x", "12_7")),
     ],
 )
 def test_words_that_make_another_number_of_a_marked_one(text: str, number: int | None):
