@@ -188,16 +188,13 @@ def _score(episode: Episode, strict: bool) -> Score:
         number = answered_number(text)
         is_right = number is not None and number in map(whole_number, golds)
         return Score(float(is_right), extracted=shown_answer(text))
+    # A choice is compared with a value by what it says.
+    said = f"\\boxed{{{_formula(chosen[1])}}}" if (chosen := choice(given)) else expression
     is_right = bool(parsed) and any(
-        _is_equal(formula, expression, forms, strict) for formula in formulas.values()
+        _is_equal(formula, expression if choice(gold) else said, forms, strict)
+        for gold, formula in formulas.items()
+        if not is_vast(said)
     )
-    if not is_right and (chosen := choice(given)):
-        said = f"\\boxed{{{_formula(chosen[1])}}}"
-        is_right = not is_vast(said) and any(
-            _is_equal(formula, said, _FORMULA, strict)
-            for gold, formula in formulas.items()
-            if not choice(gold)
-        )
     # math-verify's list ends with the text that it has read.
     return Score(float(is_right), extracted=given if is_whole else str(parsed[-1]))
 
