@@ -45,7 +45,7 @@ _REASON = re.compile(
 # The sentence behind a letter, a number or a formula, if it does not take that back.
 _NEXT_SENTENCE = re.compile(
     r"(?<=[\d$)}%*]|\b[A-J])[.;]\s+(?!(?:Also|And|Both|Incorrect|No|Not|Or|Wrong)\b)"
-    r"(?=(?:I|[A-Z][a-z]\S*)\s)(?!.{0,200}\b(?i:but|however|rather|should)\b).*",
+    r"(?=(?:I|[A-Z][a-z]\S*)\s)(?!.{0,200}\b(?i:but|however|rather|should)\b).*|。.*",
     re.DOTALL,
 )
 _QUOTES = "\"'`\u201c\u201d\u2018\u2019"
@@ -208,7 +208,8 @@ _VARIABLE = re.compile(r"(?<![\w'\u2019-])[b-hj-rt-z](?![\w'\u2019-])")
 _FORMULAS = FUNCTIONS | {"inf", "infinity", "pi"}
 # Neither a command nor a product of variables.
 _WORD = re.compile(
-    rf"(?<![\\a-zA-Z])(?!(?:{'|'.join(_FORMULAS)})\b)[^\W\d_]{{3}}|[\u3040-\u30ff\u3400-\ud7a3]"
+    rf"(?<![\\a-zA-Z])(?!(?:{'|'.join(_FORMULAS)})\b)[^\W\d_]{{3}}|\b(?:is|so|we)\b"
+    r"|[\u3040-\u30ff\u3400-\ud7a3]"
 )
 _GAPS = re.compile(r"\\[,;: ]|\\q?quad(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\{?\s*\\circ(?![a-zA-Z])\s*\}?")
@@ -657,20 +658,19 @@ def shown_number(number: Fraction) -> str:
 
 
 def answered_number(turn: str) -> Fraction | None:
-    """The number that a turn answers with: that of its marked answer (none if words there change it
-    in an unknown way), or the turn's last number if it marks none. None without a number.
+    """The number that a turn answers with: that of its marked answer, or of what it states without
+    words (none if that is another value, as in 7x); else the last number of what it states, or of
+    all of it. None without a number.
 
-    >>> answered_number("3 + 4 = 7, so #### 1,007")
-    Fraction(1007, 1)
+    >>> answered_number("3 + 4 = 7, so #### 1,007"), answered_number("The answer is 2 * 4, so 8.")
+    (Fraction(1007, 1), Fraction(8, 1))
     """
     text = answer_part(turn)
-    marked = marked_answer(text)
-    if marked is None:
-        stated = stated_answer(text) or ""
-        marked = stated if _NUMBER.search(plain(stated)) else None
-    if marked is None:
-        return _last_number(plain(text))
-    return counted(marked) if is_changed(marked) else number_in(marked)
+    answer, is_whole = given_answer(text)
+    if is_whole:
+        return counted(answer) if is_changed(answer) else number_in(answer)
+    number = _last_number(plain(answer))
+    return _last_number(plain(text)) if number is None else number
 
 
 def _last_number(text: str) -> Fraction | None:

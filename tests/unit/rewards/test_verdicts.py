@@ -262,6 +262,8 @@ def test_names_of_unknowns_count_where_the_reward_is_strict():
         ("#### 7 more apples", 7),
         ("so at least 7", 7),
         ("The answer is 42.\n\nCheck: 6 * 7", 42),
+        ("The answer is 6 * 7, so 42.", 42),
+        ("The answer is 2 times 21, which is 42.", 42),
         *((rf"\boxed{{{formula}}}", None) for formula in ("7x", "12_7")),
     ],
 )
