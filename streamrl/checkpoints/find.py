@@ -271,22 +271,5 @@ def require_new_run(config: RunConfig, learner_term: int, version: int) -> None:
     )
     raise ConfigError(
         f"run.name: the buffer holds a run {config.run.name} at version {version} "
-        f"already: --resume goes on {_from(config)}. To start anew, {remedy}, or choose another "
-        "run.name"
+        f"already: go on with --resume, or, to start anew, {remedy}, or choose another run.name"
     )
-
-
-def _from(config: RunConfig) -> str:
-    """The end of a sentence: where `--resume` continues."""
-    try:
-        checkpoint = newest(config.run.path, contents=False)
-    except ConfigError:
-        return "from the checkpoint that run.resume has to name, since none is complete"
-    except UnreadableCheckpointError as error:
-        return f"from its newest checkpoint, once that can be read ({error})"
-    if checkpoint is None:
-        return (
-            f"at version 0, since {config.run.path} has no checkpoint; the run's prompts are "
-            "trained again, and none is lost"
-        )
-    return f"from its newest checkpoint, {checkpoint.path}"
