@@ -38,7 +38,8 @@ def make_optimizer(
     found = {name: _find(name, settings.groups) for name in parameters}
     for index, group in enumerate(settings.groups):
         if group not in found.values():
-            raise ConfigError(_unmatched(index, settings.groups, parameters))
+            field = f"learner.optimizer.groups.{index}.parameters"
+            raise ConfigError(f"{field}: {_unmatched(group.parameters, parameters)}")
     alike: dict[tuple[float, float], list[Parameter]] = {}
     for name, parameter in parameters.items():
         key = _rate_and_decay(parameter, found[name], settings)
@@ -213,30 +214,13 @@ def _rate_and_decay(
     return lr, usual if group is None or group.weight_decay is None else group.weight_decay
 
 
-def _unmatched(
-    index: int, groups: tuple[OptimizerGroup, ...], parameters: Mapping[str, Parameter]
-) -> str:
-    field = f"learner.optimizer.groups.{index}.parameters"
-    pattern = groups[index].parameters
-    matching = [name for name in parameters if fnmatchcase(name, pattern)]
-    if matching:
-        first = _find(matching[0], groups)
-        assert first is not None, "a name that a pattern matches has a first pattern"
-        return (
-            f"{field}: was {pattern!r}, whose parameters an earlier group has, such as "
-            f"{matching[0]} in {first.parameters!r}"
-        )
-    return f"{field}: was {pattern!r}, which no parameter matches; {_near(pattern, parameters)}"
-
-
-def _near(pattern: str, parameters: Mapping[str, Parameter]) -> str:
-    """Names that were probably meant, compared part by part, since patterns seldom hold whole
-    names."""
+def _unmatched(pattern: str, parameters: Iterable[str]) -> str:
     hint = did_you_mean(pattern, parameters)
-    if hint.startswith("did you mean"):
-        return hint
-    parts = {part for name in parameters for part in name.split(".") if not part.isdigit()}
-    return f"names have the parts {', '.join(sorted(parts))}"
+    if not hint.startswith("did you mean"):
+        # Patterns seldom hold whole names.
+        parts = {part for name in parameters for part in name.split(".") if not part.isdigit()}
+        hint = f"names have the parts {', '.join(sorted(parts))}"
+    return f"was {pattern!r}, which matches no parameter that earlier groups have left; {hint}"
 
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:
