@@ -165,19 +165,13 @@ class NetworkFlops:
             attention_channels=_attention(config),
         )
 
-    def forward(
-        self, lengths: Sequence[int], num_logits: int, num_tokens: int | None = None
-    ) -> float:
-        """Of trajectories of these lengths, with logits for so many tokens; they have `num_tokens`
-        where they share some."""
-        num_tokens = sum(lengths) if num_tokens is None else num_tokens
+    def forward(self, lengths: Sequence[int], num_logits: int, num_tokens: int) -> float:
+        """Of trajectories of these lengths, with logits for so many tokens; together they have
+        `num_tokens`, fewer where they share some."""
         linear = 2.0 * (self.num_weights * num_tokens + self.num_head_weights * num_logits)
         return linear + self._attention(lengths)
 
-    def backward(
-        self, lengths: Sequence[int], num_logits: int, num_tokens: int | None = None
-    ) -> float:
-        num_tokens = sum(lengths) if num_tokens is None else num_tokens
+    def backward(self, lengths: Sequence[int], num_logits: int, num_tokens: int) -> float:
         heads = 4.0 * self.num_head_weights * num_logits
         linear = 2.0 * (self.num_weights + self.num_trained) * num_tokens
         return linear + heads + 2.0 * self._attention(lengths)

@@ -34,10 +34,10 @@ def test_a_pass_costs_the_matrix_products_that_torch_counts():
         network(micro_batch)
     pairs = sum(n * (n + 1) / 2 for n in lengths)
     attention = 2 * 4 * 32 * pairs
-    assert cost.forward(lengths, num_logits) == matrix_products(counter) + attention
+    assert cost.forward(lengths, num_logits, sum(lengths)) == matrix_products(counter) + attention
     with FlopCounterMode(display=False) as counter:
         network(micro_batch, with_logprobs=False).hidden.sum().backward()
-    both = cost.forward(lengths, 0) + cost.backward(lengths, 0)
+    both = cost.forward(lengths, 0, sum(lengths)) + cost.backward(lengths, 0, sum(lengths))
     # The first layer's input has a gradient, too: it is the embeddings that are trained.
     assert both == matrix_products(counter) + 3 * attention
 
@@ -48,7 +48,7 @@ def test_frozen_weights_cost_a_backward_pass_half():
     network.requires_grad_(False)
     frozen = NetworkFlops.of(network)
     linear = 2 * trained.num_weights * 100
-    assert trained.backward([100], 0) - frozen.backward([100], 0) == linear
+    assert trained.backward([100], 0, 100) - frozen.backward([100], 0, 100) == linear
 
 
 def test_a_sliding_window_sees_fewer_pairs():
@@ -60,7 +60,7 @@ def test_a_sliding_window_sees_fewer_pairs():
     cost = NetworkFlops.of(Network(model, temperature=1.0))
     seen = sum(min(i + 1, 4) for i in range(10))
     linear = 2 * cost.num_weights * 10
-    assert cost.forward([10], 0) - linear == 4 * 32 * seen
+    assert cost.forward([10], 0, 10) - linear == 4 * 32 * seen
 
 
 def test_of_experts_those_count_that_a_token_is_routed_to():
