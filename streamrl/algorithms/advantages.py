@@ -299,23 +299,11 @@ def gpg(batch: AdvantageInput, config: settings.GpgAdvantageSettings) -> Tensor:
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "gae": gae,
-    "reinforce": reinforce,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "grpo_passk": grpo_passk,
-    "rloo": rloo,
-    "remax": remax,
-    "opo": opo,
-    "opob": opob,
-    "otb": otb,
-    "maxrl": maxrl,
-    "gdpo": gdpo,
-    "gigpo": gigpo,
-    "rae": rae,
-    "gpg": gpg,
+    estimator.__name__: estimator
+    for estimator in (
+        *(gae, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, grpo, dr_grpo),
+        *(grpo_passk, rloo, remax, opo, opob, otb, maxrl, gdpo, gigpo, rae, gpg),
+    )
 }
 
 

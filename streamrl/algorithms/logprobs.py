@@ -30,12 +30,6 @@ class LogitTransform:
     softcap: float | None = None
     scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.temperature <= 0 or (self.softcap is not None and self.softcap <= 0):
-            raise ValueError(
-                f"temperature is {self.temperature}, softcap {self.softcap}; both must be positive"
-            )
-
     def __call__(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
             logits = logits * self.scale

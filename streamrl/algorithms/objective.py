@@ -19,8 +19,6 @@ current/behavior into current/proximal, which is clipped, and proximal/behavior,
 - linear: the same interpolation of the probability (AReaL), which gives at least as much.
 """
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
@@ -41,8 +39,6 @@ from streamrl.errors import ConfigError
 
 OBSERVED = "actor/observation_token_frac"
 """Metric: the share of tokens that `echo_coef` applies to."""
-
-Given = TypeVar("Given", Tensor, ObservedInput)
 
 
 def proximal_logprobs(
@@ -94,27 +90,29 @@ def policy_objective(
         entropy: [R] nats with gradient, needed if `entropy_coef` is not 0; reported if given.
         teacher_kl: [R] with gradient, from `kl.topk_teacher_kl`, needed with `distillation.top_k`.
         observed: needed if `echo_coef` is not 0.
-
-    Raises:
-        ValueError: the input of a term that is switched on is missing.
     """
     numbers = config.loss_config
     policy = _policy_loss(batch, config)
     terms = [("actor/pg_loss", config.rl_loss_coef, policy.loss)]
     if config.kl_loss.coef:
-        kl = _kl(batch, config, reference_logprobs, exact_kl)
+        kl = exact_kl
+        if config.kl_loss.kind != "full":
+            assert reference_logprobs is not None, "the targets have them"
+            kl = kl_penalty(batch.logprobs, reference_logprobs, config.kl_loss.kind)
+        assert kl is not None, "the pass was given the reference"
         terms.append(("actor/kl_loss", config.kl_loss.coef, term(kl, batch, numbers)))
     if config.distillation is not None and config.num_taught:
-        taught = _given(teacher_kl, "teacher_kl", "distillation.top_k")
+        assert teacher_kl is not None, "the pass was given the teacher's candidates"
         coef = config.distillation.coef
-        terms.append(("actor/teacher_kl", coef, term(taught, batch, numbers)))
+        terms.append(("actor/teacher_kl", coef, term(teacher_kl, batch, numbers)))
     if config.entropy_coef:
-        bonus = term(_given(entropy, "entropy", "entropy_coef"), batch, numbers)
-        terms.append(("actor/entropy_bonus", -config.entropy_coef, bonus))
+        assert entropy is not None, "the pass was asked for it"
+        terms.append(("actor/entropy_bonus", -config.entropy_coef, term(entropy, batch, numbers)))
     if config.sft_coef:
         terms.append(("actor/sft_loss", config.sft_coef, sft_loss(batch, numbers)))
     if config.echo_coef:
-        loss = observation_loss(_given(observed, "observed", "echo_coef"), numbers)
+        assert observed is not None, "the pass was asked for them"
+        loss = observation_loss(observed, numbers)
         terms.append(("actor/observation_loss", config.echo_coef, loss))
     loss = torch.stack([coef * value for _, coef, value in terms]).sum()
     metrics = policy.metrics | {name: value.detach() for name, _, value in terms}
@@ -153,22 +151,3 @@ def _policy_loss(batch: LossInput, config: AlgorithmSettings) -> LossOutput:
             "LossOutput(loss, metrics)"
         )
     return output
-
-
-def _kl(
-    batch: LossInput,
-    config: AlgorithmSettings,
-    reference_logprobs: Tensor | None,
-    exact_kl: Tensor | None,
-) -> Tensor:
-    """[R] KL to the reference policy."""
-    if config.kl_loss.kind == "full":
-        return _given(exact_kl, "exact_kl", "kl_loss.kind full")
-    reference = _given(reference_logprobs, "reference_logprobs", "kl_loss.coef")
-    return kl_penalty(batch.logprobs, reference, config.kl_loss.kind)
-
-
-def _given(given: Given | None, name: str, setting: str) -> Given:
-    if given is None:
-        raise ValueError(f"{name}: {setting} asks for a term that needs it")
-    return given

@@ -84,9 +84,9 @@ def shape_rewards(
     groups: Tensor,
     sequences: Sequences,
     config: RewardShapingSettings,
-    running: RunningMoments | None = None,
-    num_invalid_turns: Tensor | None = None,
-    is_truncated: Tensor | None = None,
+    running: RunningMoments,
+    num_invalid_turns: Tensor,
+    is_truncated: Tensor,
 ) -> tuple[Tensor, dict[str, float]]:
     """[S] the shaped rewards, and metrics.
 
@@ -97,10 +97,8 @@ def shape_rewards(
         num_invalid_turns: [S], for `format_penalty`.
         is_truncated: [S] bool, for `truncated_penalty`.
     """
-    shaped = rewards.double()
-    if num_invalid_turns is not None:
-        shaped = shaped - config.format_penalty * num_invalid_turns
-    if is_truncated is not None and config.truncated_penalty is not None:
+    shaped = rewards.double() - config.format_penalty * num_invalid_turns
+    if config.truncated_penalty is not None:
         shaped = shaped - config.truncated_penalty * is_truncated
     if config.agentic is not None:
         shaped = normalize_agentic(shaped, groups, config.agentic.method)
@@ -123,17 +121,11 @@ def normalize(
     groups: Tensor,
     mean_over: NormScope | None,
     std_over: NormScope | None,
-    running: RunningMoments | None = None,
+    running: RunningMoments,
 ) -> Tensor:
     """(x - mean) / (std + 1e-6), each over its own scope; None skips that step, and rewards
-    without spread are not divided.
-
-    Raises:
-        ValueError: a scope is `running` and `running` is None.
-    """
+    without spread are not divided."""
     if "running" in (mean_over, std_over):
-        if running is None:
-            raise ValueError("running: scope `running` needs its RunningMoments")
         running.update(rewards)
     mean = _over(mean_over, rewards, groups, running)[0]
     std = _over(std_over, rewards, groups, running)[1]
@@ -204,9 +196,7 @@ def difficulty_mask(
     return grouped.alone | (above & below)
 
 
-def sample_weights(
-    lengths: Tensor, config: SampleWeightSettings, difficulty: Tensor | None = None
-) -> Tensor:
+def sample_weights(lengths: Tensor, config: SampleWeightSettings, difficulty: Tensor) -> Tensor:
     """[S] weights with mean 1: 0.5 + 1.5 difficulty, times a factor from 1.5 for the shortest to
     0.5 for the longest response.
 
@@ -216,8 +206,6 @@ def sample_weights(
     """
     weights = torch.ones(len(lengths), dtype=torch.float64, device=lengths.device)
     if config.difficulty:
-        if difficulty is None:
-            raise ValueError("difficulty: sample weights by difficulty need it for every prompt")
         weights = weights * (0.5 + 1.5 * difficulty.clamp(0.0, 1.0))
     if config.length and len(lengths):
         longer = (lengths - lengths.min()) / (lengths.max() - lengths.min() + 1e-8)
@@ -243,11 +231,11 @@ def pf_ppo_resample(scores: Tensor, config: PfPpoSettings) -> Tensor:
 
 
 def _over(
-    scope: NormScope | None, rewards: Tensor, groups: Tensor, running: RunningMoments | None
+    scope: NormScope | None, rewards: Tensor, groups: Tensor, running: RunningMoments
 ) -> tuple[Tensor, Tensor]:
     """[S] mean and standard deviation (ddof 1) over the scope."""
     match scope:
-        case "running" if running is not None:
+        case "running":
             mean, std = rewards.new_tensor(running.mean), rewards.new_tensor(running.std)
         case "group":
             grouped = Groups.of(groups)

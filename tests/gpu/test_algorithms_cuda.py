@@ -12,7 +12,12 @@ from streamrl.algorithms.advantages import ADVANTAGES, AdvantageInput  # noqa: E
 from streamrl.algorithms.kl import full_kl, kl_penalty  # noqa: E402
 from streamrl.algorithms.logprobs import LogitTransform, token_logprobs  # noqa: E402
 from streamrl.algorithms.losses import POLICY_LOSSES, LossInput  # noqa: E402
-from streamrl.algorithms.reward_shaping import normalize, sample_weights, token_rewards  # noqa: E402
+from streamrl.algorithms.reward_shaping import (  # noqa: E402
+    RunningMoments,
+    normalize,
+    sample_weights,
+    token_rewards,
+)
 from streamrl.algorithms.rollout_is import rollout_is_weights  # noqa: E402
 from streamrl.algorithms.sequences import Sequences  # noqa: E402
 from streamrl.config.algorithm.advantages import ADVANTAGE_SETTINGS  # noqa: E402
@@ -133,13 +138,14 @@ def test_the_exact_kl_from_hidden_states() -> None:
 def test_reward_shaping() -> None:
     rewards, groups = _random(5), torch.tensor([0, 0, 1, 1, 1])
     sequences = Sequences.from_lengths(LENGTHS)
-    found = normalize(rewards.to(CUDA), groups.to(CUDA), "group", "batch").cpu()
-    torch.testing.assert_close(found, normalize(rewards, groups, "group", "batch"))
+    scopes = ("group", "batch", RunningMoments())
+    found = normalize(rewards.to(CUDA), groups.to(CUDA), *scopes).cpu()
+    torch.testing.assert_close(found, normalize(rewards, groups, *scopes))
     placed = token_rewards(rewards.to(CUDA), sequences).cpu()
     torch.testing.assert_close(placed, token_rewards(rewards, sequences))
     lengths, config = sequences.lengths, SampleWeightSettings(length=True)
-    weights = sample_weights(lengths.to(CUDA), config).cpu()
-    torch.testing.assert_close(weights, sample_weights(lengths, config))
+    weights = sample_weights(lengths.to(CUDA), config, rewards.to(CUDA)).cpu()
+    torch.testing.assert_close(weights, sample_weights(lengths, config, rewards))
 
 
 @pytest.mark.parametrize(

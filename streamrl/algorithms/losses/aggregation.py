@@ -88,7 +88,6 @@ def denominator(
             config = LossSettings() if config is None else config
             scale = config.loss_scale_factor or max(totals.longest, 1)
             return scale * (max(totals.num_sequences, 1) if config.norm_by_sequences else 1)
-    raise ValueError(f"mode: {mode!r} is not an aggregation mode")
 
 
 def token_mean(

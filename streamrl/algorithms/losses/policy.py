@@ -381,21 +381,11 @@ PolicyLoss = Callable[[LossInput, Any], LossOutput]
 `UserLossSettings` for a user's own loss."""
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "luspo": luspo,
-    "gpg": gpg,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "geo_mean": geo_mean,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "vespo": vespo,
-    "topr": topr,
-    "reinforce": reinforce,
-    "dro": dro,
+    loss.__name__: loss
+    for loss in (
+        *(ppo, gspo, luspo, gpg, clip_cov, kl_cov, geo_mean, cispo, sapo),
+        *(dppo_tv, dppo_kl, vespo, topr, reinforce, dro),
+    )
 }
 
 

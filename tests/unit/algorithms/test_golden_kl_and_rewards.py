@@ -158,7 +158,10 @@ def _reward_postprocess(case: Case) -> Pairs:
         clip=params["reward_clip"],
     )
     sequences = Sequences.from_lengths([1] * len(rewards))
-    shaped, metrics = shape_rewards(rewards, _groups(case), sequences, config, RunningMoments())
+    none = torch.zeros(len(rewards))
+    shaped, metrics = shape_rewards(
+        rewards, _groups(case), sequences, config, RunningMoments(), none, none
+    )
     fraction = metrics.get("reward/clipped_frac", 0.0)
     return {
         "rewards": (shaped, tensor(case["out"]["rewards"])),
@@ -169,9 +172,9 @@ def _reward_postprocess(case: Case) -> Pairs:
 def _group_reward_norm(case: Case) -> Pairs:
     params, rewards = case["params"], tensor(case["in"]["rewards"])
     groups = _groups(case)
-    centered = normalize(rewards, groups, "group", None)
+    centered = normalize(rewards, groups, "group", None, RunningMoments())
     scope = ("batch" if params["div_std_global"] else "group") if params["div_std"] else None
-    ours = normalize(centered, groups, None, scope)
+    ours = normalize(centered, groups, None, scope, RunningMoments())
     return {"rewards": (ours, tensor(case["out"]["rewards"]))}
 
 

@@ -111,14 +111,6 @@ def test_a_reference_has_no_gradient_of_the_exact_kl() -> None:
     assert of_reference is None
 
 
-def test_a_kind_that_is_no_estimator_of_sampled_tokens_is_refused() -> None:
-    zeros = torch.zeros(3)
-    with pytest.raises(ValueError, match="did you mean 'low_var_kl'"):
-        kl_penalty(zeros, zeros, "low_var")
-    with pytest.raises(ValueError, match="'full' is unknown"):
-        kl_penalty(zeros, zeros, "full")
-
-
 def test_the_adaptive_controller_follows_the_kl() -> None:
     controller = KlCoefficient(
         KlRewardSettings(coef=0.1, controller="adaptive", target=0.05, horizon=100)

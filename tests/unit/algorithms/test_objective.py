@@ -47,19 +47,6 @@ def test_terms_without_coefficient_need_no_inputs() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("section", "missing"),
-    [
-        ({"kl_loss": {"coef": 0.1}}, "reference_logprobs"),
-        ({"kl_loss": {"coef": 0.1, "kind": "full"}}, "exact_kl"),
-        ({"entropy_coef": 0.1}, "entropy"),
-    ],
-)
-def test_a_term_that_lacks_its_input_says_so(section: dict[str, object], missing: str) -> None:
-    with pytest.raises(ValueError, match=missing):
-        policy_objective(_batch(), AlgorithmSettings.model_validate(section))
-
-
 def test_the_exact_kl_enters_as_given() -> None:
     section = {"kl_loss": {"coef": 2.0, "kind": "full"}, "rl_loss_coef": 0.0}
     config = AlgorithmSettings.model_validate(section)
