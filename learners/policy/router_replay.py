@@ -71,8 +71,9 @@ class _Layer:
 
     @torch.no_grad()
     def _count(self, own: torch.Tensor, recorded: torch.Tensor, has_record: torch.Tensor) -> None:
-        """A layer that is computed twice counts twice; all metrics are shares. Selects no tokens:
-        a GPU would wait for how many there are."""
+        """A layer that is computed twice counts twice, and a prompt that trajectories of a
+        micro-batch share once; all metrics are shares. Selects no tokens: a GPU would wait for how
+        many there are."""
         is_taken = has_record.expand_as(recorded).long()
         load = is_taken.new_zeros(self._num_experts)
         load.scatter_add_(0, recorded.clamp_min(0).flatten(), is_taken.flatten())
