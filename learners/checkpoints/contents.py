@@ -186,9 +186,14 @@ def load_tensors(
     ConfigError if the checkpoint is of another model."""
     saved = saved_tensors(checkpoint)
     policy, *critics = _roles(trainer)
-    _require_same_model(policy.weights, saved, checkpoint, model_path)
+    _require_same(policy, saved, checkpoint, f"model.path {model_path}")
     for critic in critics:
-        _require_critic(critic.weights, saved, checkpoint)
+        if not any(name.startswith(CRITIC) for name in saved):
+            raise ConfigError(
+                f"run.resume: {checkpoint} has no critic, which algorithm.advantage gae goes on "
+                "with"
+            )
+        _require_same(critic, saved, checkpoint, "algorithm.value.model_path or model.path")
     if "optimizer" in contents:
         for role in (policy, *critics):
             for name in (name for name in saved if name.startswith(role.optimizer)):
@@ -204,29 +209,14 @@ def _roles(trainer: Trainer) -> Iterator[_Role]:
         yield _Role(CRITIC, "critic_optimizer/", critic.parameters(), critic.optimizer)
 
 
-def _require_same_model(ours: Tensors, saved: Tensors, path: Path, model_path: str) -> None:
-    theirs = {name: t.shape for name, t in saved.items() if name.startswith(MODEL)}
-    other = f"run.resume: {path} is of another model:"
-    for name in (name for name in (*ours, *theirs) if name in theirs):
-        shape = theirs[name]
-        expected = tuple(ours[name].shape) if name in ours else "it does not exist"
-        if expected != tuple(shape):
+def _require_same(role: _Role, saved: Tensors, path: Path, place: str) -> None:
+    """Raise ConfigError unless the checkpoint has this role's tensors, which `place` led to."""
+    ours = {name: tuple(tensor.shape) for name, tensor in role.weights.items()}
+    theirs = {name: tuple(t.shape) for name, t in saved.items() if name.startswith(role.model)}
+    for name in (*ours, *theirs):
+        here, there = (shapes.get(name, "none") for shapes in (ours, theirs))
+        if here != there:
             raise ConfigError(
-                f"{other} {name.removeprefix(MODEL)} has the shape {tuple(shape)}, in model.path "
-                f"{model_path} {expected}"
-            )
-    if missing := sorted(ours.keys() - theirs.keys()):
-        raise ConfigError(f"{other} it has no {missing[0].removeprefix(MODEL)}")
-
-
-def _require_critic(ours: Tensors, saved: Tensors, path: Path) -> None:
-    if not any(name.startswith(CRITIC) for name in saved):
-        raise ConfigError(
-            f"run.resume: {path} has no critic, which algorithm.advantage gae goes on with"
-        )
-    for name, tensor in ours.items():
-        if name not in saved or saved[name].shape != tensor.shape:
-            raise ConfigError(
-                f"run.resume: {path} is of another model: {name} does not fit; "
-                "algorithm.value.model_path names the model that its critic began as"
+                f"run.resume: {path} is of another model: {name.removeprefix(MODEL)} has the "
+                f"shape {there}, in {place} {here}"
             )
