@@ -32,17 +32,13 @@ def require_fitting_factors(
         WeightTransferError: naming the first factor without a matrix, or that does not fit it.
     """
     shapes = {spec.name: spec.shape for spec in manifest}
-    for name, shape in shapes.items():
+    for name in shapes:
         matrix = own.get(matrix_of(name), ())
-        other = shapes.get(matrix_of(name) + (RIGHT if name.endswith(LEFT) else LEFT), ())
-        fits = len(shape) == len(other) == len(matrix) == 2 and (
-            (shape[0], other[1]) == matrix and shape[1] == other[0]
-            if name.endswith(LEFT)
-            else (other[0], shape[1]) == matrix
-        )
-        if not fits:
+        left, right = (shapes.get(matrix_of(name) + half, ()) for half in (LEFT, RIGHT))
+        made = left[:1] + right[1:]
+        if len(matrix) != 2 or made != matrix or left[1:] != right[:1]:
             raise WeightTransferError(
-                f"factor {name}: the learner's is {shape} beside {other}, the engine's matrix "
+                f"factor {name}: the learner's are {left} and {right}, the engine's matrix "
                 f"{matrix or 'does not exist'}"
             )
 
