@@ -167,8 +167,7 @@ class RunRecords:
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """Pass samples to the trackers that show tables."""
-        if self._opened is not None:
-            self._opened.trackers.log_samples(samples, step)
+        self._files.trackers.log_samples(samples, step)
 
     def save(self, trainer: Trainer, state: LearnerState) -> Future[Path]:
         """Save a checkpoint of this state, after the lines of its steps; returns once the state is

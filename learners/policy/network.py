@@ -204,8 +204,11 @@ class Network(torch.nn.Module):
             options = {"with_entropy": with_entropy, "trains_entropy": trains_entropy}
             columns = self._sampled(hidden, tokens, micro_batch, top, taught, **options)
         if read is not None and observed is not None:
-            found = self._observed_logprobs(read, *observed[1:], tokens, micro_batch)
-            columns = {**columns, "observed_logprobs": found}
+            _, targets, first = observed
+            # Over the whole vocabulary, since none was sampled.
+            found = token_logprobs(read, weight, targets, bias, self._transform).logprobs
+            num_observed = len(micro_batch.observed.targets)
+            columns["observed_logprobs"] = tokens.gather(found, first, num_observed)
         values = None if self.value_head is None else self._values(hidden, self.value_head)
         return NetworkOutput(
             hidden=hidden,
@@ -287,20 +290,6 @@ class Network(torch.nn.Module):
             )
         first = candidates.entries(*tokens.rows).start
         return tokens.gather(column, first, len(candidates.owners))
-
-    def _observed_logprobs(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        first: int,
-        tokens: TokenSlice,
-        micro_batch: MicroBatch,
-    ) -> torch.Tensor | None:
-        """[O] log-probabilities of the micro-batch's observed tokens, over the whole vocabulary,
-        since none was sampled."""
-        weight, bias = self._head
-        computed = token_logprobs(hidden, weight, targets, bias, self._transform)
-        return tokens.gather(computed.logprobs, first, len(micro_batch.observed.targets))
 
     def _kl(self, hidden: torch.Tensor, reference: NetworkOutput | None) -> torch.Tensor | None:
         """KL of this rank's response tokens [r] to the reference, over the whole vocabulary."""

@@ -10,6 +10,7 @@ without candidates, so a mask costs what its ids cost.
 Letters: R response tokens, M candidates in all, K likeliest per token, H hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +57,8 @@ class Candidates:
     def rows(self, first: int, last: int) -> "Candidates":
         """The candidates of the rows [first, last)."""
         chosen = self.entries(first, last)
-        return replace(self._at(chosen), owners=self.owners[chosen] - first, num_rows=last - first)
+        own = self._each(lambda column: column[chosen])
+        return replace(own, owners=own.owners - first, num_rows=last - first)
 
     def entries(self, first: int, last: int) -> slice:
         """The slice of M that belongs to the rows [first, last); waits for a GPU unless these are
@@ -69,29 +71,26 @@ class Candidates:
     def select(self, is_kept: Tensor) -> "Candidates":
         """The candidates of the rows where `is_kept` [R] is true; these rows are numbered anew."""
         places = is_kept.cumsum(0) - 1
-        kept = self._at(is_kept[self.owners])
+        chosen = is_kept[self.owners]
+        kept = self._each(lambda column: column[chosen])
         return replace(kept, owners=places[kept.owners], num_rows=int(is_kept.sum()))
 
     def without(self, targets: Tensor) -> "Candidates":
         """All candidates except the row's own target; targets: [R]."""
-        return replace(self._at(self.token_ids != targets[self.owners]), has_all_rows=False)
+        chosen = self.token_ids != targets[self.owners]
+        return replace(self._each(lambda column: column[chosen]), has_all_rows=False)
 
     def to(self, device: torch.device) -> "Candidates":
-        logprobs = self.behavior_logprobs
-        return replace(
-            self,
-            owners=self.owners.to(device),
-            token_ids=self.token_ids.to(device),
-            behavior_logprobs=None if logprobs is None else logprobs.to(device),
-        )
+        return self._each(lambda column: column.to(device))
 
-    def _at(self, chosen: Any) -> "Candidates":
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Candidates":
+        """With each column [M] changed."""
         logprobs = self.behavior_logprobs
         return replace(
             self,
-            owners=self.owners[chosen],
-            token_ids=self.token_ids[chosen],
-            behavior_logprobs=None if logprobs is None else logprobs[chosen],
+            owners=change(self.owners),
+            token_ids=change(self.token_ids),
+            behavior_logprobs=None if logprobs is None else change(logprobs),
         )
 
 

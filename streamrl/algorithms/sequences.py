@@ -43,17 +43,9 @@ class Sequences:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Tensor) -> "Sequences":
-        """Build from the number of tokens of each sequence.
-
-        Raises:
-            ValueError: a length is negative or not an integer.
-        """
-        tensor = torch.as_tensor(lengths) if len(lengths) else torch.zeros(0, dtype=torch.int64)
-        if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
-            raise ValueError(f"lengths: must be integers [S], was {tensor.dtype} {tensor.shape}")
-        if len(tensor) and int(tensor.min()) < 0:
-            raise ValueError(f"lengths: has {int(tensor.min())}; a length must be >= 0")
-        return cls(lengths=tensor.to(torch.int64), num_tokens=int(tensor.sum()))
+        """Build from the number of tokens of each sequence."""
+        tensor = torch.as_tensor(lengths, dtype=torch.int64)
+        return cls(lengths=tensor, num_tokens=int(tensor.sum()))
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -73,14 +73,6 @@ def test_a_long_sequence_in_float32_keeps_its_precision() -> None:
     assert abs(float(total) / float(values.double().sum()) - 1) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("lengths", "said"), [([1, -1], "-1"), (torch.tensor([1.0]), "integers"), ([[1]], "integers")]
-)
-def test_impossible_lengths_are_refused(lengths: list[int] | torch.Tensor, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        Sequences.from_lengths(lengths)
-
-
 def test_values_of_another_length_are_refused() -> None:
     sequences = Sequences.from_lengths([2, 1])
     with pytest.raises(ValueError, match=r"must be \(3,\)"):
