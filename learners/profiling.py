@@ -70,12 +70,15 @@ class StepTimes:
     def is_open(self, name: str) -> bool:
         return name in self._open
 
+    def clear(self) -> None:
+        self._spans = []
+
     def take(self, *names: str) -> dict[str, float]:
         """`learner/NAME_s` of each name, 0 where nothing ran under it; counting starts anew."""
         seconds = dict.fromkeys(names, 0.0)
         for name, started, ended in self._spans:
             seconds[name] += _seconds(started, ended)
-        self._spans = []
+        self.clear()
         return {f"learner/{name}_s": value for name, value in seconds.items()}
 
     def _now(self) -> Moment:
@@ -286,15 +289,15 @@ PHASES = ("plan", "score", "forward", "backward", "update")
 
 
 class StepProfile:
-    """Of the networks of one rank; `run` is the run's folder. Whoever trains begins and ends the
-    `tracer` around each step."""
+    """Of the networks of one rank; `run` is the run's folder. Whoever trains begins and ends each
+    step, also one that is given up."""
 
     def __init__(
         self, learner: LearnerSettings, run: Path, networks: Mapping[str, Network], rank: int = 0
     ) -> None:
         device = networks["policy"].device
         self._times = StepTimes(device, with_nvtx=learner.profiler.nvtx)
-        self.tracer = Tracer(learner.profiler, run, device, rank)
+        self._tracer = Tracer(learner.profiler, run, device, rank)
         self._peak = peak_flops(device, learner.dtype, learner.peak_tflops)
         # The ranks of one block share the trajectories of its data rank.
         self._ranks_per_share = learner.mesh.sequence * learner.mesh.tensor
@@ -308,11 +311,18 @@ class StepProfile:
         with torch.profiler.record_function(f"streamrl/{name}"), self._times.phase(name):
             yield
 
-    def take(self, train_s: float) -> dict[str, float]:
-        """Metrics of the step that ended, whose computation took `train_s`, of this rank; counting
-        starts anew."""
-        per_s = self._num_flops / self._ranks_per_share / train_s
+    def begin(self, step: int) -> None:
+        """Count from here on, and trace the step if it is chosen."""
+        self._times.clear()
         self._num_flops = 0.0
+        self._tracer.begin(step)
+
+    def end(self) -> None:
+        self._tracer.end()
+
+    def take(self, train_s: float) -> dict[str, float]:
+        """Metrics of the step that ended, whose computation took `train_s`, of this rank."""
+        per_s = self._num_flops / self._ranks_per_share / train_s
         mfu = {} if self._peak is None else {"learner/mfu": per_s / self._peak}
         return {**self._times.take(*PHASES), "learner/tflops_per_s": per_s / 1e12, **mfu}
 

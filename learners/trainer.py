@@ -111,7 +111,7 @@ class Trainer:
             raise ValueError("part: the algorithm takes a batch as a whole")
         self._gradient.seen_weights.begin(is_first=not self._parts)
         if not self._parts:
-            self._profile.tracer.begin(part.policy_version + 1)
+            self._profile.begin(part.policy_version + 1)
         self._warn_of_long(part)
         micro_batches = self._pack(part)
         targets, metrics = self._targets.collect(part, micro_batches)
@@ -126,7 +126,7 @@ class Trainer:
         """Clear the gradient; the next part is the first of a batch."""
         self._parts, self._accumulated = (), None
         self.optimizer.zero_grad(set_to_none=True)
-        self._profile.tracer.end()
+        self._profile.end()
 
     def update(self) -> dict[str, float]:
         """Make the updates of the batch, the first from its gradient; its metrics."""

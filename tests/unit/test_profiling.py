@@ -101,6 +101,17 @@ def test_operations_do_not_depend_on_how_the_batch_was_cut():
     assert done[0] == pytest.approx(done[1])
 
 
+def test_a_step_counts_nothing_of_a_part_that_was_discarded():
+    config = make_config(algorithm={"advantage": "grpo", "rollout_is": "token_is"})
+    plain, again = make_trainer(config), make_trainer(config)
+    again.accumulate(make_batch(1))
+    again.discard()
+    expected, found = plain.step(make_batch()), again.step(make_batch())
+    done = [m["learner/tflops_per_s"] * m["learner/train_s"] for m in (expected, found)]
+    assert done[0] == pytest.approx(done[1])
+    assert sum(found[f"learner/{name}_s"] for name in PARTS) <= found["learner/train_s"]
+
+
 def test_the_peak_is_that_of_the_gpu_that_is_named(monkeypatch):
     names = {
         "NVIDIA H100 80GB HBM3": 989.5,
