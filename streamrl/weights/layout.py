@@ -26,10 +26,6 @@ class Slot:
     start: int
     num_bytes: int
 
-    @property
-    def is_float8(self) -> bool:
-        return dtype_of(self.spec) == float8.DTYPE
-
     def of(self, data: torch.Tensor, origin: int = 0) -> torch.Tensor:
         """The slot's bytes in `data`, whose first byte is byte `origin` of the whole."""
         start = self.start - origin
@@ -39,7 +35,7 @@ class Slot:
         """Views into `raw`, the slot's bytes, by name: the tensor, and a float8 matrix's scales."""
         count = prod(self.spec.shape) * dtype_of(self.spec).itemsize
         arrays = {self.spec.name: raw[:count].view(dtype_of(self.spec)).view(self.spec.shape)}
-        if not self.is_float8:
+        if dtype_of(self.spec) != float8.DTYPE:
             return arrays
         scales = raw[_aligned(count) :].view(torch.float32)
         shape = float8.scale_shape(self.spec.shape)

@@ -48,7 +48,7 @@ def test_float8_is_within_a_sixteenth_or_a_fraction_of_the_blocks_largest(
 ):
     tensor = matrix(shape, seed, exponent, is_wide)
     slot, received = sent("w", tensor, torch.float8_e4m3fn)
-    assert slot.is_float8
+    assert slot.spec.dtype == "float8_e4m3fn"
     for row in range(0, shape[0], 128):
         for column in range(0, shape[1], 128):
             block = (slice(row, row + 128), slice(column, column + 128))
