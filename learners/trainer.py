@@ -112,6 +112,8 @@ class Trainer:
         self._gradient.seen_weights.begin(is_first=not self._parts)
         if not self._parts:
             self._profile.begin(part.policy_version + 1)
+            if (records := self.policy.network.router_records) is not None:
+                records.forget()
         self._warn_of_long(part)
         micro_batches = self._pack(part)
         targets, metrics = self._targets.collect(part, micro_batches)

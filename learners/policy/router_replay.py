@@ -85,8 +85,12 @@ class _Layer:
         """[E + 2] on the CPU, since the last call, of tokens with a record: how many went to each
         expert, how many experts the learner's router takes, and how many of these the engine did
         not take."""
-        counts, self._counts = self._counts.cpu(), torch.zeros_like(self._counts)
+        counts = self._counts.cpu()
+        self.forget()
         return counts
+
+    def forget(self) -> None:
+        self._counts = torch.zeros_like(self._counts)
 
 
 def _without_experts(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
@@ -143,6 +147,11 @@ class RouterRecords:
                 "with one configuration"
             )
         return to_device(torch.from_numpy(experts.experts()), micro_batch.token_ids.device)
+
+    def forget(self) -> None:
+        """Count anew; does not wait for the device."""
+        for layer in self._layers:
+            layer.forget()
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Of the passes with gradient since the last call, on all ranks; none if no token had a

@@ -21,7 +21,7 @@ from streamrl.errors import ConfigError
 from streamrl.types import RoutedExperts, Trajectory, TrajectoryGroup
 from tests.model_families import ROUTED, UNPACKED, make_model
 from tests.records import NUM_EXPERTS, TOP_K, random_experts
-from tests.training import sibling_batch
+from tests.training import make_config, make_trainer, sibling_batch
 
 CPU = torch.device("cpu")
 SHOWN = ("Qwen3-MoE", "Mixtral", "gpt-oss", "DeepSeek-V3")
@@ -127,6 +127,17 @@ def test_recording_alone_changes_nothing_and_counts():
     assert 0.25 < metrics["router/busiest_expert_share"] < 0.4
     assert 0.95 < metrics["router/load_entropy"] <= 1.0
     assert network.router_records.metrics(Ranks()) == {}
+
+
+def test_a_step_counts_no_choices_of_a_part_that_was_discarded():
+    config = make_config(algorithm={"advantage": "grpo", "router_replay": "record"})
+    batches = [with_record(sibling_batch(GROUPS[i:]), random_experts) for i in range(2)]
+    plain, again = make_trainer(config), make_trainer(config)
+    again.accumulate(batches[0])
+    again.discard()
+    expected, found = plain.step(batches[1]), again.step(batches[1])
+    for name in ("router/mismatch_frac", "router/busiest_expert_share", "router/load_entropy"):
+        assert found[name] == expected[name]
 
 
 def test_tokens_without_a_record_are_routed_freely():
