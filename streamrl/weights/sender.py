@@ -142,7 +142,7 @@ class WeightSender:
             "num_failed_loads": float(self._num_failed),
             **({} if self._store is None else self._store.gauges),
             **self._sent.gauges,
-            **self._socket.gauges(),
+            "num_refused_messages": float(self._socket.num_refused),
         }
 
     def validators(self) -> dict[str, ValidatorStatus]:

@@ -61,7 +61,7 @@ class SenderSocket:
         self._on_hello = on_hello
         self._attempt = 0
         self._asked: dict[int, dict[str, asyncio.Future[Answer]]] = {}
-        self._num_refused = 0
+        self.num_refused = 0
         self._logged_s = -LOG_S
         self._context = zmq.asyncio.Context()
         self._curve = CurveServer(self._context, address, curve, "weights.address")
@@ -104,10 +104,6 @@ class SenderSocket:
         asked = (pair for answers in self._asked.values() for pair in answers.items())
         return {name for name, answer in asked if not answer.done()}
 
-    def gauges(self) -> dict[str, float]:
-        """How many messages were refused."""
-        return {"num_refused_messages": float(self._num_refused)}
-
     async def receive(self) -> None:
         """Handle the receivers' messages until cancelled, pausing as long as READING_SHARE
         demands."""
@@ -137,12 +133,12 @@ class SenderSocket:
 
     def _refuse(self, origin: str, reason: str) -> None:
         """Count a refused message; log it, if none was logged for LOG_S."""
-        self._num_refused += 1
+        self.num_refused += 1
         if time.monotonic() - self._logged_s >= LOG_S:
             self._logged_s = time.monotonic()
             log.warning(
                 "refused a message to the weight port from %s: %s (%d refused so far)",
-                *(origin, reason, self._num_refused),
+                *(origin, reason, self.num_refused),
             )
 
     def _handle(self, address: bytes, message: FromReceiver) -> None:
