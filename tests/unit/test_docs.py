@@ -82,6 +82,22 @@ def test_paths_that_the_documents_name_exist():
     assert not missing
 
 
+def test_every_row_of_a_table_is_in_the_table():
+    cut = re.compile(r"^\|.*\n\n(\|.*)\n(?!\|[ :-]*-)", re.MULTILINE)
+    rows = [
+        f"{page.relative_to(ROOT)}: {row}"
+        for page in PAGES
+        for row in cut.findall(page.read_text(encoding="utf-8"))
+    ]
+    assert not rows
+
+
+def test_every_image_is_on_a_page():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    images = [path.name for path in (FOLDER / "images").iterdir()]
+    assert [name for name in images if f"images/{name}" not in text] == []
+
+
 def test_configurations_in_the_documents_can_be_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
