@@ -50,7 +50,7 @@ class Section(BaseModel):
         """pydantic reads true as 1 where a number is expected."""
         made = validate(value)
         if _became_number(value, made):
-            raise ValueError(f"was {shown(value)}; it must be a number")
+            raise ValueError(f"was {shown(value)}; true and false are no numbers")
         return made
 
     def contradictions(self) -> Iterator[str]:

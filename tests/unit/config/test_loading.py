@@ -92,11 +92,20 @@ def test_the_resolved_file_reads_back_to_the_same(tmp_path):
         ("rum.seed=1", "rum: unknown key; did you mean 'run'?"),
         ("learner.optimizer.learning=1", "learner.optimizer.learning: unknown key; allowed: betas"),
         ("run.max_steps=soon", "run.max_steps: was 'soon'; input should be a valid integer"),
-        ("run.max_steps=true", "run.max_steps: was True; it must be a number (--set run.max_steps"),
-        ("generator.temperature=false", "generator.temperature: was False; it must be a number"),
-        ("algorithm.rollout_is.threshold=true", "threshold: was True; it must be a number"),
-        ("generator.count=true", "generator.count: was True; it must be a number"),
-        ("learner.optimizer.betas=[false, 0.9]", "betas: was [False, 0.9]; it must be a number"),
+        ("run.max_steps=true", "run.max_steps: was True; true and false are no numbers (--set run"),
+        (
+            "generator.temperature=false",
+            "generator.temperature: was False; true and false are no numbers",
+        ),
+        (
+            "algorithm.rollout_is.threshold=true",
+            "threshold: was True; true and false are no numbers",
+        ),
+        ("generator.count=true", "generator.count: was True; true and false are no numbers"),
+        (
+            "learner.optimizer.betas=[false, 0.9]",
+            "betas: was [False, 0.9]; true and false are no numbers",
+        ),
         ("run.max_steps=1.5", "got a number with a fractional part (--set run.max_steps)"),
         ("learner.optimizer.LR=1", "learner.optimizer.LR: unknown key; did you mean 'lr'?"),
         (
