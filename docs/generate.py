@@ -102,7 +102,8 @@ word in capitals stands for a name of your own, such as that of an environment, 
 words](#words).
 
 `streamrl/metrics/catalogue.csv` says how the numbers of micro-batches, ranks and episodes become
-one, such as by their mean over tokens.
+one, such as by their mean over tokens. In a step with several updates a sum, the smallest and the
+largest are those of all updates, and any other number is their mean.
 
 """
     by_group = (
