@@ -145,7 +145,7 @@ class DataSettings(Section):
     video_key: str | None = None
     """Column with the row's videos, each a list of images, for each <video> in the prompt."""
     chat_template: Literal["native", "none"] | Path = "native"
-    """The tokenizer's (native), none, or a Jinja file."""
+    """The tokenizer's (native), none (the prompt as it is), or a Jinja file."""
     tool_parser: str = "auto"
     """Format of tool calls in completions: a name (docs/tools.md), or a response template in
     PATH.json; auto: the one that matches the chat template."""
