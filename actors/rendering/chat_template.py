@@ -92,8 +92,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._source = source
-        self._roles: dict[str, bool] = {}
-        """Whether the template shows messages of a role, as far as probed."""
+        self._roles: dict[tuple[str, bool], bool] = {}
+        """Whether the template shows a role's messages, and in first place, as far as probed."""
 
     def render(
         self,
@@ -152,18 +152,19 @@ class ChatTemplate:
                 f"{setting}; name a template that renders them"
             )
 
-    def require_role(self, role: str) -> None:
-        """Raise ConfigError if the template leaves out messages of the role. One that it refuses
-        raises its own error where it is rendered."""
-        if role not in self._roles:
+    def require_role(self, role: str, *, is_first: bool) -> None:
+        """Raise ConfigError if the template leaves out messages of the role in first place, or in
+        any other. One that it refuses raises its own error where it is rendered."""
+        if (role, is_first) not in self._roles:
             probe = {"role": role, "content": _PROBE}
-            orders = ([probe, _ASKED], [_ASKED, probe])
-            texts = [self._probed(*self._as_read(order)) for order in orders]
-            self._roles[role] = not any(texts) or any(_PROBE in text for text in texts)
-        if not self._roles[role]:
+            order = [probe, _ASKED] if is_first else [_ASKED, probe]
+            text = self._probed(*self._as_read(order))
+            self._roles[role, is_first] = not text or _PROBE in text
+        if not self._roles[role, is_first]:
+            later = "" if is_first else " behind the first message"
             raise ConfigError(
-                f"{_REFUSED} leaves out messages of the role {role!r}, so the policy would not "
-                "read them; name a template that renders them, or another role"
+                f"{_REFUSED} leaves out messages of the role {role!r}{later}, so the policy would "
+                "not read them; name a template that renders them, or another role"
             )
 
     def require_tool_results(self) -> None:

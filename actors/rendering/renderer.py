@@ -229,7 +229,7 @@ class ChatRenderer:
         Raises:
             ConfigError: there is no template, or it cannot render them.
         """
-        template = self._required(messages, "a reply")
+        template = self._required(messages, "a reply", is_begin=False)
         reply = template.reply(messages, self._for_template(tools))
         ids = self._encoded(reply.text, messages, "a reply")
         num_ending = num_shared(ids, self.encode_text(reply.ending))
@@ -310,17 +310,24 @@ class ChatRenderer:
         """The tools that the template describes."""
         return tools if self._data.tool_schemas == "template" else ()
 
-    def _required(self, messages: Sequence[Message], place: str) -> ChatTemplate:
+    def _required(
+        self, messages: Sequence[Message], place: str, *, is_begin: bool = True
+    ) -> ChatTemplate:
+        """The template, which shows the messages' roles; `is_begin` if a conversation begins with
+        them."""
         if self._template is None:
             raise ConfigError(
                 f"data.chat_template: {place} is a list of messages, but the "
                 "tokenizer has no chat template; name a Jinja file"
             )
-        for role in {str(message.get("role")) for message in messages} - {"user", "assistant"}:
-            if role == "tool":
-                self._template.require_tool_results()
-            else:
-                self._template.require_role(role)
+        for index, message in enumerate(messages):
+            match str(message.get("role")):
+                case "user" | "assistant":
+                    pass
+                case "tool":
+                    self._template.require_tool_results()
+                case role:
+                    self._template.require_role(role, is_first=is_begin and index == 0)
         return self._template
 
     def _encoded(self, text: str, messages: Sequence[Message], place: str) -> tuple[int, ...]:

@@ -132,6 +132,23 @@ def test_a_role_that_the_template_leaves_out_is_refused():
     assert "A door opens." in other.decode(other.encode_messages([QUESTION, lost]))
 
 
+def test_a_system_message_is_refused_where_the_template_reads_only_the_first(tmp_path):
+    template = tmp_path / "first.jinja"
+    template.write_text(
+        "{{ messages[0].content if messages[0].role == 'system' }}"
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    renderer = renderer_of(template)
+    system = {"role": "system", "content": "Be brief."}
+    assert "Be brief." in renderer.decode(renderer.encode_messages([system, QUESTION]))
+    sentence = "leaves out messages of the role 'system' behind the first message"
+    with pytest.raises(ConfigError, match=sentence):
+        renderer.encode_messages([system, QUESTION, system])
+    with pytest.raises(ConfigError, match=sentence):
+        renderer.encode_reply([system], renderer.encode_text("7"))
+
+
 def test_a_reply_opens_a_turn_as_a_prompt_does():
     """A template that opens an empty thinking for the policy does so behind a reply, too."""
     text = (TEMPLATES / "qwen3.jinja").read_text()
