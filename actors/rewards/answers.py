@@ -22,7 +22,7 @@ from actors.rewards.units import FUNCTIONS, PARTS, Quantity, quantity, unit_of
 from streamrl.interfaces import Episode
 
 _THOUGHT = re.compile("</?think>")
-_MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!#)####(?!#)|<answer>|\"answer\"\s*:\s*")
+_MARKS = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!#)####(?!#)|<answer>|\"answer\"\s*:\s*(?![\s{])")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 # The word in the languages of MMMLU and MGSM (arXiv 2210.03057), as simple-evals lists them.
 _ANSWER = (
@@ -32,8 +32,11 @@ _ANSWER = (
 _STATES = re.compile(
     # "correct option" and the like need a bare letter: the text may only be explaining that option.
     rf"(?:{_ANSWER}|\b(?:correct|right) (?:option|choice)\b(?=[\s*]*(?:is|:)[\s*:(]*[A-Ja-j]\b))"
-    r"[\s*]*(?:(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut"
-    r"(?:\s+rather)?\b)?|(?:ist|es|est|é|è|ni)\b|是|为|は)[\s*]*[:\uff1a]?|[:\uff1a])",
+    r"(?: corre[ct]?t[ae]\b| finale?\b)?[\s*]*"
+    r"(?:(?:is\b(?:\s+not\b(?:(?!\banswer\b|[.,;?!]\s)[^\n]){1,80}?,?\s*\bbut(?:\s+rather)?\b)?"
+    r"|(?:ist|es|est|é|è|ni)\b|是|为|は|은)(?:[\s*]*[:\uff1a、])?|[:\uff1a])"
+    # A formula may begin on the next line.
+    r"(?:\s*(?:\\\[|\$\$)\s*\n)?",
     re.IGNORECASE,
 )
 # A reason after an answer, beginning at the first of several spaces; or the ending that Minerva's
@@ -48,6 +51,7 @@ _NEXT_SENTENCE = re.compile(
     r"(?=(?:I|[A-Z][a-z]\S*)\s)(?!.{0,200}\b(?i:but|however|rather|should)\b).*|。.*",
     re.DOTALL,
 )
+_BOLD = re.compile(r"(?<![\w)}])\*\*(\S[^*]*)\*\*")
 _QUOTES = "\"'`\u201c\u201d\u2018\u2019"
 _QUOTED = re.compile(rf"[{_QUOTES}]{{1,2}}([^{_QUOTES}]+)[{_QUOTES}]{{1,2}}")
 _TAKEN_BACK = re.compile(
@@ -194,10 +198,10 @@ _ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 # The full stop of St. Louis.
 _ABBREVIATED = re.compile(r"(?<=[^\W\d_])\.(?= )")
 # After an answer, and not part of a LaTeX space.
-_STOP = re.compile(r"(?<!\\)(?<!\\right)[.,;。]\Z")
+_STOP = re.compile(r"(?<!\\)(?<!\\right)(?:[.,;。]|です|입니다)\Z")
 # What may precede a value without changing it.
 _LEADING = re.compile(
-    r"\A(?:\\(?:text)?color\s*\{[^{}]*\}|\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴"
+    r"\A(\$?)(?:\\(?:text)?color\s*\{[^{}]*\}|\\(?:approx|sim|therefore|Rightarrow|implies|bf|Large|large|small)(?![a-zA-Z])|≈|∴"
     r"|(?:[Oo]ption|[Cc]hoice) (?=\(?[A-J]\)?\Z))\s*"
 )
 # It needs a word of three letters: fewer letters may be a product of variables.
@@ -206,10 +210,10 @@ _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 _VARIABLE = re.compile(r"(?<![\w'\u2019-])[b-hj-rt-z](?![\w'\u2019-])")
 # Words that are formulas.
 _FORMULAS = FUNCTIONS | {"inf", "infinity", "pi"}
-# Neither a command nor a product of variables.
+# Neither a command nor a product of variables; or a sign that more than an answer is said.
 _WORD = re.compile(
     rf"(?<![\\a-zA-Z])(?!(?:{'|'.join(_FORMULAS)})\b)[^\W\d_]{{3}}|\b(?:is|so|we)\b"
-    r"|[\u3040-\u30ff\u3400-\ud7a3]"
+    r"|,\s*or\b|(?<=[\d$}%])\s\(|[!=]\Z|[\u3040-\u30ff\u3400-\ud7a3\u2600-\u27bf\U0001f000-\U0001faff]"
 )
 _GAPS = re.compile(r"\\[,;: ]|\\q?quad(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\{?\s*\\circ(?![a-zA-Z])\s*\}?")
@@ -283,7 +287,7 @@ def _marked(text: str) -> Iterator[str | None]:
             inside, _, _ = behind.partition("</answer>")
             yield bare(inside)
         elif mark[0].startswith('"'):
-            yield _of_json(behind)
+            yield _of_json(text, mark.end())
         else:
             # In most texts the last box has an end, so earlier braces are matched only if needed.
             if begin:
@@ -293,10 +297,10 @@ def _marked(text: str) -> Iterator[str | None]:
             yield None if end is None else bare(text[mark.end() : end])
 
 
-def _of_json(text: str) -> str | None:
-    """The value that a text begins with; None if it is no JSON."""
+def _of_json(text: str, begin: int) -> str | None:
+    """The value at this place; None if it is no JSON."""
     try:
-        return bare(str(json.JSONDecoder(strict=False).raw_decode(text)[0]))
+        return bare(str(json.JSONDecoder(strict=False).raw_decode(text, begin)[0]))
     except (ValueError, RecursionError):
         return None
 
@@ -333,13 +337,6 @@ def given_answer(text: str) -> tuple[str, bool]:
     return stated or bare(within), is_whole
 
 
-def shown_answer(text: str) -> str:
-    """The answer of a text that gives none alone, for people and for votes: a word that it states,
-    else its number, else whatever it states."""
-    number, stated = answered_number(text), stated_answer(text) or ""
-    return stated if words(stated) or number is None else shown_number(number)
-
-
 def bare(answer: str) -> str:
     """An answer without surrounding white space, bold type and quotes, and without a final full
     stop, comma or semicolon.
@@ -349,11 +346,11 @@ def bare(answer: str) -> str:
     """
     text = answer.strip()
     if not text.endswith(".."):
-        text = _STOP.sub("", text).removeprefix("**").removesuffix("**").strip()
+        text = _BOLD.sub(r"\1", _STOP.sub("", text)).removeprefix("**").removesuffix("**").strip()
         text = _STOP.sub("", text)
     if quoted := _QUOTED.fullmatch(text):
         text = quoted[1].strip()
-    return _LEADING.sub("", text)
+    return _LEADING.sub(r"\1", text)
 
 
 def _ends_of_braces(text: str, start: int) -> dict[int, int]:
@@ -659,8 +656,8 @@ def shown_number(number: Fraction) -> str:
 
 def answered_number(turn: str) -> Fraction | None:
     """The number that a turn answers with: that of its marked answer, or of what it states without
-    words (none if that is another value, as in 7x); else the last number of what it states, or of
-    all of it. None without a number.
+    words (none if that is another value, as in 7x); else the last number of what it states, if that
+    begins with a number, or of all of it. None without a number.
 
     >>> answered_number("3 + 4 = 7, so #### 1,007"), answered_number("The answer is 2 * 4, so 8.")
     (Fraction(1007, 1), Fraction(8, 1))
@@ -669,7 +666,8 @@ def answered_number(turn: str) -> Fraction | None:
     answer, is_whole = given_answer(text)
     if is_whole:
         return counted(answer) if is_changed(answer) else number_in(answer)
-    number = _last_number(plain(answer))
+    # A sentence behind "Answer:" may be the first one of a solution.
+    number = _last_number(plain(answer)) if _NUMBER_FIRST.match(answer) else None
     return _last_number(plain(text)) if number is None else number
 
 

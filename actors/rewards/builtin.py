@@ -20,11 +20,12 @@ from actors.rewards.answers import (
     counted,
     digits_to_base,
     given_answer,
+    is_changed,
     letters,
     marked_answer,
     measured,
-    shown_answer,
     shown_number,
+    stated_answer,
     whole_number,
     words,
     written,
@@ -74,6 +75,13 @@ def math_at_once(episode: Episode) -> Score | None:
     if None in same and not any(same):
         return None
     return Score(float(any(same)), extracted=given if is_whole else shown_answer(text))
+
+
+def shown_answer(text: str) -> str:
+    """The answer of a text that gives none alone, for people and for votes: a word that it states,
+    else its number, else whatever it states."""
+    number, stated = answered_number(text), stated_answer(text) or ""
+    return stated if words(stated) or number is None else shown_number(number)
 
 
 def acceptable(gold: Any) -> Sequence[str]:
@@ -127,13 +135,15 @@ def _known(gold: str, given: str) -> bool | None:
         gold, given = measure.value, other.value
     elif measure and measure.is_evident:
         gold = measure.value
-    elif other and re.search(r"\d[a-zJLNVW]\Z", given):
-        # 5m is 5 where a number is wanted.
+    elif other and re.search(r"\d(?:\s?[a-zJLNVW]|\sm\^\{?[23]\}?)\Z", given):
+        # 5m and 5 m^2 are 5 where a number is wanted.
         given = other.value
     wanted, found = whole_number(gold), whole_number(given)
     if wanted is None or found is not None:
         return None if wanted is None or found is None else wanted == found
-    return True if counted(given) == wanted else None
+    if counted(given) == wanted:
+        return True
+    return False if is_changed(given) else None
 
 
 def _same_quantity(one: Quantity, other: Quantity) -> bool:

@@ -54,11 +54,17 @@ from actors.rewards.answers import (
     choice,
     given_answer,
     latex,
-    shown_answer,
     whole_number,
     written,
 )
-from actors.rewards.builtin import acceptable, compared, expression_to_match, math_at_once, no_gold
+from actors.rewards.builtin import (
+    acceptable,
+    compared,
+    expression_to_match,
+    math_at_once,
+    no_gold,
+    shown_answer,
+)
 from actors.rewards.units import FUNCTIONS, unmeasured
 from streamrl.interfaces import Episode, Score
 
