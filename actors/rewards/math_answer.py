@@ -45,6 +45,7 @@ from sympy import (
     Tuple,
     UnevaluatedExpr,
     Union,
+    oo,
 )
 from sympy.core.relational import Relational
 
@@ -316,7 +317,17 @@ def _solved(inequality: Relational) -> tuple[Symbol, Set] | None:
     is_real = bound.is_extended_real or (bound.is_extended_real is None and bound.has(*_SLOW))
     if not isinstance(unknown, Symbol) or not (bound.is_number and is_real):
         return None
-    return unknown, inequality.func(unknown, bound).as_set()
+    # sympy's as_set takes 400 times as long.
+    match inequality.rel_op:
+        case "<":
+            return unknown, Interval.open(-oo, bound)
+        case "<=":
+            return unknown, Interval(-oo, bound)
+        case ">":
+            return unknown, Interval.open(bound, oo)
+        case ">=":
+            return unknown, Interval(bound, oo)
+    return unknown, Union(Interval.open(-oo, bound), Interval.open(bound, oo))
 
 
 @lru_cache(maxsize=_KEPT)
