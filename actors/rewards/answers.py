@@ -134,8 +134,10 @@ _INTERVAL = re.compile(r"([\[\](])([^\[\](),;]{1,60})[,;]([^\[\](),;]{1,60})([\[
 # A comma that separates no thousands.
 _DECIMAL = re.compile(r"(?<=\d)\{,\}(?=\d)(?!\d{3}(?!\d))|(?<=\b0)\{,\}(?=\d)")
 # Thousands separators other than commas; no plain space, which may separate two numbers.
-_THIN = r"\\[,;:! ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
-_THOUSANDS = re.compile(rf"(?<=[\d,])(?:{_THIN})\s?(?=\d{{3}}(?!\d))")
+_THIN = r"\\[,;: ]|~|[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}]"
+_THOUSANDS = re.compile(rf"(?<=\d)(?:{_THIN})(?=\d{{3}}(?!\d))")
+# As in MATH: 11,\! 111.
+_CLOSER = re.compile(r"(?<=,)(?:\\!)+\s*(?=\d)|\\!")
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
 # A fraction with digits right after it is a factor of them.
@@ -160,7 +162,7 @@ _NUMBER = re.compile(
 )
 # Behind a number, of which another one is computed; not of 90^\circ, 5^{th} and **18** (dollars).
 _OPERATOR = re.compile(
-    r"\s*(?:_|\^(?!\s*\{?\s*(?:\\(?:circ|text|mathrm)|(?:st|nd|rd|th)\b))|-\s?\d"
+    r"\s*(?:_(?!\{?10\b)|\^(?!\s*\{?\s*(?:\\(?:circ|text|mathrm)|(?:st|nd|rd|th)\b))|-\s?\d"
     r"|\*\*\s?\d|[*+\N{MULTIPLICATION SIGN}]\s?[\d(\\]"
     r"|\N{SQUARE ROOT}|\\(?:cdot|times|sqrt|pi)(?![a-zA-Z]))"
 )
@@ -210,10 +212,11 @@ _PROSE = re.compile(r"(?=.*[^\W\d_]{3})[\w\s.,:;!'\"()\-]*", re.DOTALL)
 _VARIABLE = re.compile(r"(?<![\w'\u2019-])[b-hj-rt-z](?![\w'\u2019-])")
 # Words that are formulas.
 _FORMULAS = FUNCTIONS | {"inf", "infinity", "pi"}
-# Neither a command nor a product of variables; or a sign that more than an answer is said.
-_WORD = re.compile(
-    rf"(?<![\\a-zA-Z])(?!(?:{'|'.join(_FORMULAS)})\b)[^\W\d_]{{3}}|\b(?:is|so|we)\b"
-    r"|,\s*or\b|(?<=[\d$}%])\s\(|[!=]\Z|[\u3040-\u30ff\u3400-\ud7a3\u2600-\u27bf\U0001f000-\U0001faff]"
+# Words (neither commands nor products of variables) and signs that belong to no formula.
+_MORE = re.compile(
+    rf"(?<![\\a-zA-Z])(?!(?:{'|'.join(_FORMULAS)})\b)[^\W\d_]{{3}}|\b(?:is|so|we)\b|,\s*or\b"
+    r"|(?<=[\d$}%])\s\(|\$\^|</|:\)|\A[=*_]|(?:[!?=*]|\.\.)\Z"
+    r"|[^\x00-\u03ff\u2000-\u218f\u2200-\u23ff\uff00-\uffef]"
 )
 _GAPS = re.compile(r"\\[,;: ]|\\q?quad(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\{?\s*\\circ(?![a-zA-Z])\s*\}?")
@@ -221,7 +224,6 @@ _DEGREES = re.compile(r"\^\{?\s*\\circ(?![a-zA-Z])\s*\}?")
 _BASED = re.compile(r"\(?(\d[\dA-F]*)\)?_\{?(\d{1,2}|[a-z]{3,8})\}?")
 _BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _BASES += ["eleven", "twelve"]
-_LETTERS = re.compile(r"[A-H](?:(?:[,;&]|and)*[A-H])+")
 # Words that change the value of the number after them, or before them.
 _CHANGED_BEFORE = re.compile(
     r"(?:\A\s*|\b(?:is|are|be) )up to\s*[$(]*\Z|(?<!left )"
@@ -333,7 +335,7 @@ def given_answer(text: str) -> tuple[str, bool]:
     marked = marked_answer(text)
     within = text if marked is None else marked
     stated = stated_answer(within)
-    is_whole = marked is not None or bool(stated and not _WORD.search(_TEXT.sub("", stated)))
+    is_whole = marked is not None or bool(stated and not _MORE.search(_TEXT.sub("", stated)))
     return stated or bare(within), is_whole
 
 
@@ -441,7 +443,7 @@ def _interval(found: re.Match[str]) -> str:
 def _joined(text: str) -> str:
     """Numbers with their digits adjacent or with commas between, and with the keyboard's minus."""
     text = _DASH.sub("-", _DECIMAL.sub(".", text.translate(_TYPED))).replace("{,}", ",")
-    return _THOUSANDS.sub("", _CURRENCY.sub("", text)).replace("~", " ")
+    return _THOUSANDS.sub("", _CURRENCY.sub("", _CLOSER.sub("", text))).replace("~", " ")
 
 
 @lru_cache(maxsize=64)
@@ -592,16 +594,6 @@ def digits_to_base(text: str) -> tuple[str, int] | None:
         return None
     base = int(found[2]) if found[2].isdigit() else _BASES.index(found[2]) + 2
     return found[1].lstrip("0") or "0", base
-
-
-def letters(text: str) -> str:
-    """The letters of several choices, in order; "" for any other answer.
-
-    >>> letters("A, B, and D"), letters("ABD"), letters("A"), letters("A or B")
-    ('ABD', 'ABD', '', '')
-    """
-    found = _LETTERS.fullmatch(written(text))
-    return re.sub("[^A-H]", "", found[0]) if found else ""
 
 
 def is_changed(text: str) -> bool:

@@ -21,7 +21,6 @@ from actors.rewards.answers import (
     digits_to_base,
     given_answer,
     is_changed,
-    letters,
     marked_answer,
     measured,
     shown_number,
@@ -39,6 +38,7 @@ from streamrl.interfaces import Episode, Prompt, Score
 # Words after a comma explain them.
 _VERDICTS = ("yes", "no", "true", "false")
 _OTHERWISE = re.compile(rf"\b(?:{'|'.join(_VERDICTS)}|but|if|unless|when)\b", re.IGNORECASE)
+_LETTERS = re.compile(r"[A-H](?:(?:[,;&]|and)*[A-H])+")
 _OPTION = re.compile(r"\A([A-J])\.\s+(?=[a-z])")
 
 log = logging.getLogger(__name__)
@@ -93,6 +93,16 @@ def acceptable(gold: Any) -> Sequence[str]:
     # If there are several boxes, all belong to the answer.
     marked = ((one, marked_answer(one) if one.count("\\boxed") < 2 else None) for one in golds)
     return [bare(inner or one) for one, inner in marked]
+
+
+def letters(text: str) -> str:
+    """The letters of several choices, in order; "" for any other answer.
+
+    >>> letters("A, B, and D"), letters("ABD"), letters("A"), letters("A or B")
+    ('ABD', 'ABD', '', '')
+    """
+    found = _LETTERS.fullmatch(written(text))
+    return re.sub("[^A-H]", "", found[0]) if found else ""
 
 
 def compared(gold: str, given: str) -> bool | None:

@@ -27,7 +27,8 @@ OF_5 = (
 # What people write around an answer.
 AROUND_5 = (
     *("5!", "5 \U0001f389", "x = **5**.", "12 - 7 = **5**", "$\\approx 5$.", "5 m^2."),
-    *("5, or 500%.", "10/2 (500%).", "\n\\[\n5\n\\]\nin 12 steps", "\n$$\nx = 5.\n$$"),
+    *("5?", "5...", "\u2192 5", "= 5.", "*5*.", "5 :)", "$x = 5$ cm$^2$.", "5, or 500%."),
+    *("10/2 (500%).", "\n\\[\n5\n\\]\nin 12 steps", "\n$$\nx = 5.\n$$"),
 )
 MARKS = (
     *("答案\uff1a", "答案是", "Réponse :", "La respuesta es", "**Antwort:**", "Ответ:", "정답:"),
@@ -279,6 +280,8 @@ def test_names_of_unknowns_count_where_the_reward_is_strict():
         ("The answer is 6 * 7, or 42.", 42),
         ("The answer is 2 times 21, which is 42.", 42),
         *((rf"\boxed{{{formula}}}", None) for formula in ("7x", "12_7")),
+        (r"\boxed{12_{10}}", 12),
+        (r"\boxed{-\!5,\!\!000}", -5000),
     ],
 )
 def test_words_that_make_another_number_of_a_marked_one(text: str, number: int | None):
