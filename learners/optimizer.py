@@ -215,12 +215,14 @@ def _rate_and_decay(
 
 
 def _unmatched(pattern: str, parameters: Iterable[str]) -> str:
+    if any(fnmatchcase(name, pattern) for name in parameters):
+        return f"was {pattern!r}, whose parameters earlier groups have; put it before them"
     hint = did_you_mean(pattern, parameters)
     if not hint.startswith("did you mean"):
         # Patterns seldom hold whole names.
         parts = {part for name in parameters for part in name.split(".") if not part.isdigit()}
         hint = f"names have the parts {', '.join(sorted(parts))}"
-    return f"was {pattern!r}, which matches no parameter that earlier groups have left; {hint}"
+    return f"was {pattern!r}, which matches no parameter; {hint}"
 
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer) -> None:

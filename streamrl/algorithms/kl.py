@@ -20,7 +20,7 @@ _CHUNK_ELEMENTS = 1 << 25
 
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
     """[R] nats, by any kind except `full`, from both policies' log-probabilities of the sampled
-    tokens."""
+    tokens. Raises ValueError for an unknown kind."""
     difference = logprobs - reference_logprobs
     value = _estimate(difference, kind.removesuffix("+"))
     if not kind.endswith("+"):
@@ -37,9 +37,11 @@ def _estimate(difference: Tensor, name: str) -> Tensor:
             return difference.abs()
         case "mse" | "k2":
             return 0.5 * difference.square()
-        case _:
+        case "low_var_kl" | "k3":
             behind = (-difference).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
             return (behind.expm1() - behind).clamp(-_K3_BOUND, _K3_BOUND)
+        case _:
+            raise ValueError(f"{name!r} is no kind of KL by sampled tokens")
 
 
 def teacher_advantages(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:

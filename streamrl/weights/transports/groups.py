@@ -329,10 +329,13 @@ def _form(
 ) -> BroadcastGroup:
     prefixed = PrefixStore(name, store)
     try:
-        if backend == "gloo":
-            group = _gloo(prefixed, host, rank, world_size, timeout_s)
-        else:
-            group = _nccl(prefixed, rank, world_size, timeout_s, device)
+        match backend:
+            case "gloo":
+                group = _gloo(prefixed, host, rank, world_size, timeout_s)
+            case "nccl":
+                group = _nccl(prefixed, rank, world_size, timeout_s, device)
+            case _:
+                raise WeightTransferError(f"weights.backend: was {backend!r}; gloo or nccl")
     except (RuntimeError, OSError, WireError, zmq.ZMQError) as error:
         raise WeightTransferError(f"group {name} did not form: {error}") from error
     return BroadcastGroup(group, store, timeout_s)
