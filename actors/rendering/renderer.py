@@ -201,17 +201,18 @@ class ChatRenderer:
             ConfigError: there is no template, or it cannot render them.
         """
         place = "a conversation"
+        template = self._required(messages, place)
         match self._data.tool_schemas if tools else "omit":
-            case "template" if not self._required(messages, place).describes_tools:
+            case "template" if not template.describes_tools:
                 raise ConfigError(
                     "data.chat_template: it leaves out the tools, so the policy would not know "
                     "them; name one that describes them, or set data.tool_schemas: "
                     "system_message, or omit where it learns of them otherwise"
                 )
             case "system_message":
-                self._required(messages, place).require_system("the tools")
+                template.require_system("the tools")
                 messages = _described(messages, tools)
-        template = self._required(messages, place)
+                self._required(messages, place)
         text = template.render(messages, self._for_template(tools), place)
         return self._encoded(text, messages, place)
 
@@ -229,7 +230,7 @@ class ChatRenderer:
         Raises:
             ConfigError: there is no template, or it cannot render them.
         """
-        template = self._required(messages, "a reply", is_begin=False)
+        template = self._required(messages, "a reply", is_reply=True)
         reply = template.reply(messages, self._for_template(tools))
         ids = self._encoded(reply.text, messages, "a reply")
         num_ending = num_shared(ids, self.encode_text(reply.ending))
@@ -311,10 +312,10 @@ class ChatRenderer:
         return tools if self._data.tool_schemas == "template" else ()
 
     def _required(
-        self, messages: Sequence[Message], place: str, *, is_begin: bool = True
+        self, messages: Sequence[Message], place: str, *, is_reply: bool = False
     ) -> ChatTemplate:
-        """The template, which shows the messages' roles; `is_begin` if a conversation begins with
-        them."""
+        """The template, which shows the messages' roles where they are: at the beginning of a
+        conversation, or in a reply behind other messages."""
         if self._template is None:
             raise ConfigError(
                 f"data.chat_template: {place} is a list of messages, but the "
@@ -327,7 +328,7 @@ class ChatRenderer:
                 case "tool":
                     self._template.require_tool_results()
                 case role:
-                    self._template.require_role(role, is_first=is_begin and index == 0)
+                    self._template.require_role(role, is_first=index == 0 and not is_reply)
         return self._template
 
     def _encoded(self, text: str, messages: Sequence[Message], place: str) -> tuple[int, ...]:
