@@ -85,12 +85,15 @@ _TOWER = re.compile(r"\^[{(]*(\d{1,6})\^[{(]*(\d{1,6})(\^?)")
 _MOST_DIGITS = 6
 """The most digits that a tower of powers may have, as a power of 10."""
 # Formulas as people type them without LaTeX.
-_AS_TYPED = (
-    (r"(?<=[\w)}])\*\*(?=[\w({-])", "^"),
-    (r"\^\s?(-\s?(?:\d{1,9}|[a-zA-Z]))", r"^{\1}"),
-    (r"(?<![\\a-zA-Z])sqrt\s?\(([^()]{1,99})\)", r"\\sqrt{\1}"),
-    (rf"(?<![\\a-zA-Z{{])({'|'.join(FUNCTIONS)}|pi)(?![a-zA-Z])", r"\\\1"),
-)
+_AS_TYPED = [
+    (re.compile(typed), known)
+    for typed, known in (
+        (r"(?<=[\w)}])\*\*(?=[\w({-])", "^"),
+        (r"\^\s?(-\s?(?:\d{1,9}|[a-zA-Z]))", r"^{\1}"),
+        (r"(?<![\\a-zA-Z])sqrt\s?\(([^()]{1,99})\)", r"\\sqrt{\1}"),
+        (rf"(?<![\\a-zA-Z{{])({'|'.join(FUNCTIONS)}|pi)(?![a-zA-Z])", r"\\\1"),
+    )
+]
 # math-verify reads H2O as 2HO, and 3:4:5 as 3/4/5.
 _INDEX = re.compile(r"\\[a-zA-Z]+|(?P<letters>[a-zA-Z]{1,20})(?P<digits>\d{1,9})")
 _RATIO = re.compile(r"[^:,;=<>{}$]{1,30}(?::[^:,;=<>{}$]{1,30}){2,9}")
@@ -229,7 +232,7 @@ def _formula(text: str) -> str:
     """
     formula = latex(unmeasured(text))
     for typed, known in _AS_TYPED:
-        formula = re.sub(typed, known, formula)
+        formula = typed.sub(known, formula)
     formula = _INDEX.sub(_indexed, formula)
     return f"({formula.replace(':', ',')})" if _RATIO.fullmatch(formula) else formula
 
