@@ -213,7 +213,7 @@ def _require_same(role: _Role, saved: Tensors, path: Path, place: str) -> None:
     """Raise ConfigError unless the checkpoint has this role's tensors, which `place` led to."""
     ours = {name: tuple(tensor.shape) for name, tensor in role.weights.items()}
     theirs = {name: tuple(t.shape) for name, t in saved.items() if name.startswith(role.model)}
-    for name in (*ours, *theirs):
+    for name in ours | theirs:
         here, there = (shapes.get(name, "none") for shapes in (ours, theirs))
         if here != there:
             raise ConfigError(
